@@ -1,0 +1,1 @@
+"""Reference numerics: what GLM-5.3 must compute, taken from transformers."""
