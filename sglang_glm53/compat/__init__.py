@@ -1,0 +1,7 @@
+"""The only place that names SGLang versions."""
+
+from __future__ import annotations
+
+from sglang_glm53.compat.versions import SUPPORTED, require_supported, sglang_version
+
+__all__ = ["SUPPORTED", "require_supported", "sglang_version"]

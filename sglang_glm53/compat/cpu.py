@@ -1,0 +1,204 @@
+"""What SGLang needs to run on a machine without a GPU, and without a CPU build of its kernels.
+
+`prepare` runs while SGLang is being imported: after it, importing SGLang's modules works. `cure`
+runs at registration and changes, through the catalog, the places that ask a GPU although the server
+runs on a CPU, and gives our model its attention backend. Any other model keeps SGLang's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglang_glm53 import catalog, support
+
+BACKEND = "torch_native"
+
+# Tokens of KV cache by default for our model on a CPU, at least; SGLang would take all of the RAM.
+MIN_TOKENS = 32_768
+
+
+def has_no_gpu() -> bool:
+    """Whether this process serves on the CPU: no accelerator, or the user asked for the CPU."""
+    import torch
+
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        return True
+    if torch.cuda.is_available():
+        return False
+    others = ("xpu", "npu", "mps", "hpu", "musa")
+    return not any(
+        getattr(torch, name, None) is not None and getattr(torch, name).is_available()
+        for name in others
+        if hasattr(getattr(torch, name, None), "is_available")
+    )
+
+
+def prepare() -> None:
+    """Select SGLang's CPU engine and stand in for `sgl_kernel` where it does not import."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    catalog.row_of("sgl_kernel")
+    if "sgl_kernel" in sys.modules:
+        return
+    try:
+        # The CUDA wheel prints nothing, but looks for libraries that need a driver.
+        importlib.import_module("sgl_kernel")
+    except Exception:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "sgl_kernel"]:
+            del sys.modules[name]
+        # With the stand-in, SGLang's probe for AMX kernels says no: they are not among its ops.
+        sys.modules["sgl_kernel"] = importlib.import_module("sglang_glm53.compat.sgl_kernel_cpu")
+
+
+def cure() -> None:
+    """Set the changes that serving on a CPU needs (rows of the catalog)."""
+    catalog.on_load(
+        "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", _hook_arguments
+    )
+    catalog.on_load(
+        "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS", _add_backend
+    )
+    catalog.wrap(
+        "sglang.srt.speculative.draft_utils:DraftBackendFactory._create_backend", _draft_backends
+    )
+    catalog.wrap("sglang.srt.utils.numa_utils:init_threads_binding", _share_cores)
+    catalog.wrap("sglang.srt.distributed.parallel_state:init_model_parallel_group", _without_nccl)
+
+
+# --- arguments -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _device_capability(value: tuple[int, int]) -> Iterator[None]:
+    import torch
+
+    original = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda *args, **kwargs: value
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = original
+
+
+def _hook_arguments(register: Callable[[str], Callable[[Any], Any]]) -> None:
+    """SGLang's own hooks round two steps of the resolution of the server's arguments."""
+    register("handle_model_specific_adjustments")(_answer_for_the_gpu)
+    register("handle_gpu_memory_settings")(_small_cache)
+
+
+def _answer_for_the_gpu(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """SGLang asks the GPU's compute capability for every DSA model; a CPU has (0, 0)."""
+    with _device_capability((0, 0)):
+        previous(server_args)
+
+
+def _small_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Our model on a CPU gets a cache of two contexts; SGLang would fill 95 % of the RAM.
+
+    The cache is written at start, and each rank of a parallel group takes as much again.
+    `--max-total-tokens` and `--mem-fraction-static` are left as the user set them.
+    """
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of
+
+    view = resolving_view(server_args)
+    if view.max_total_tokens is None and view.mem_fraction_static is None:
+        config = model_config_of(server_args)
+        if support.is_ours(config.hf_config):
+            tokens = max(2 * int(config.context_len), MIN_TOKENS)
+            declare_resolution(server_args, "sglang-glm53", max_total_tokens=tokens)
+    previous(server_args)
+
+
+# --- attention backends ----------------------------------------------------------------------
+
+
+def _add_backend(backends: dict[str, Callable[[Any], Any]]) -> None:
+    """Under SGLang's name for a CPU without AMX: our backend for our model, else SGLang's.
+
+    The name is kept because SGLang's allocator takes its Triton path for any other one.
+    """
+    stock = backends[BACKEND]
+
+    def create(runner: Any) -> Any:
+        if not support.is_ours(runner.model_config.hf_config):
+            return stock(runner)
+        from sglang_glm53.backends.torch_dsa import TorchDsaBackend
+
+        return TorchDsaBackend(runner)
+
+    backends[BACKEND] = create
+
+
+def _draft_backends(original: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang has no draft backend under that name; ours is added for our model."""
+
+    def _create_backend(
+        self: Any,
+        backend_name: str,
+        backend_map: dict[str, Callable[[], Any]],
+        error_template: str,
+        stamps_children: bool = False,
+    ) -> Any:
+        runner = self.draft_model_runner
+
+        def create() -> tuple[str, Any]:
+            from sglang_glm53.backends.torch_dsa import TorchDsaBackend, TorchDsaMultiStepBackend
+
+            if stamps_children:  # the backend of the draft's decode steps, one child a step
+                steps = self.speculative_num_steps
+                return BACKEND, TorchDsaMultiStepBackend(runner, self.topk, steps)
+            return BACKEND, TorchDsaBackend(runner)
+
+        if support.is_ours(runner.model_config.hf_config):
+            backend_map = {**backend_map, BACKEND: create}
+        return original(self, backend_name, backend_map, error_template, stamps_children)
+
+    return _create_backend
+
+
+# --- parallel groups -------------------------------------------------------------------------
+
+
+def _share_cores(original: Callable[..., Any]) -> Callable[..., Any]:
+    """More ranks than NUMA nodes: give each rank its share of the cores instead of failing."""
+
+    def init_threads_binding(*, numa_index: int, world_size: int) -> Any:
+        if os.environ.get("SGLANG_CPU_OMP_THREADS_BIND") or world_size <= _numa_nodes():
+            return original(numa_index=numa_index, world_size=world_size)
+        import torch
+
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // world_size)
+        first = (numa_index * share) % len(cores)
+        mine = cores[first : first + share]
+        torch.set_num_threads(len(mine))
+        return ",".join(str(core) for core in mine)
+
+    return init_threads_binding
+
+
+def _numa_nodes() -> int:
+    from sglang.srt.utils.numa_utils import get_cpu_ids_by_node
+
+    return max(1, len(get_cpu_ids_by_node()))
+
+
+def _without_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With torch's CUDA wheel NCCL's library is there, and SGLang would open it on a CPU."""
+
+    def init_model_parallel_group(
+        group_ranks: Any,
+        local_rank: int,
+        backend: str,
+        use_pynccl: bool | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return original(group_ranks, local_rank, backend, False, *args, **kwargs)
+
+    return init_model_parallel_group

@@ -1,0 +1,78 @@
+"""How this package fails: one line (what, where, what to do) and exit code 1.
+
+SGLang logs and swallows whatever a plugin raises, and would then serve its own class under the
+same name. A `SystemExit` is no `Exception`, so it passes through those handlers.
+Standard library only: this module must import when everything else is broken.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+PREFIX = "sglang-glm53: "
+_PACKAGE = Path(__file__).resolve().parent
+
+# What went wrong where GLM53_ON_ERROR=stock let the process go on; None: nothing did.
+_degraded: str | None = None
+
+
+class Glm53Error(Exception):
+    """A failure that the user can act on; the message is one line: what, where, what to do."""
+
+
+def describe(error: BaseException) -> str:
+    """One line for any exception: our own message, or type, text and our innermost frame."""
+    text = " ".join(str(error).split())
+    if isinstance(error, Glm53Error):
+        return text
+    place = ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(_PACKAGE) and path.name not in ("plugin.py", "host.py"):
+            place = f" at {path.relative_to(_PACKAGE.parent)}:{frame.lineno}"
+            break
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def fatal(message: str) -> NoReturn:
+    """Print `sglang-glm53: <message>` to stderr and end the process with exit code 1."""
+    line = " ".join(message.split())
+    sys.stderr.write(f"{PREFIX}{line}\n")
+    sys.stderr.flush()
+    if os.environ.get("GLM53_DEBUG") == "1":
+        traceback.print_exc()
+    if threading.current_thread() is not threading.main_thread():
+        os._exit(1)  # SystemExit would end this thread alone, and the server would hang
+    raise SystemExit(1)
+
+
+def failed(error: BaseException, *, doing: str) -> None:
+    """End the process for `error`, or, with GLM53_ON_ERROR=stock, print the line and go on.
+
+    Args:
+        error: what was caught.
+        doing: what was being done, for the line ("registering the model classes").
+    """
+    global _degraded
+    line = f"{doing}: {describe(error)}"
+    if not serve_stock_on_error():
+        fatal(f"{line} (GLM53_ON_ERROR=stock would serve SGLang's own class instead)")
+    if _degraded is None:
+        sys.stderr.write(f"{PREFIX}{line}; GLM53_ON_ERROR=stock: SGLang's own class serves\n")
+        sys.stderr.flush()
+    _degraded = line
+
+
+def serve_stock_on_error() -> bool:
+    """Whether the user asked for SGLang's own class where ours fails (GLM53_ON_ERROR=stock)."""
+    return os.environ.get("GLM53_ON_ERROR", "") == "stock"
+
+
+def degraded() -> str | None:
+    """The failure after which this process serves SGLang's own class, or None."""
+    return _degraded

@@ -1,0 +1,109 @@
+"""What happens in a process of SGLang because this package is installed, in order.
+
+`prepare_process` runs while SGLang is being imported (see host.py), `register_all` when SGLang loads
+its plugins (see plugin.py). Both only set hooks and return: the model code is imported when SGLang
+imports its own model registry, and nothing in processes that have none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_glm53 import catalog, support
+from sglang_glm53.compat import require_supported
+from sglang_glm53.errors import Glm53Error, degraded, failed
+
+MODELS = "sglang_glm53.models"
+
+_registered = False
+
+
+def prepare_process() -> None:
+    """Make SGLang importable without a GPU, and guard the model classes in this process."""
+    from sglang_glm53.compat import cpu
+
+    if cpu.has_no_gpu():
+        cpu.prepare()
+    catalog.wrap("sglang.srt.model_loader.utils:get_model_architecture", _guarded_architecture)
+
+
+def register_all() -> None:
+    """Register the model classes, the KV pool, the status block and, without a GPU, the CPU cures.
+
+    Raises:
+        Glm53Error: unsupported SGLang, or a catalog row that the installed SGLang does not meet.
+    """
+    global _registered
+    from sglang_glm53 import host, status
+    from sglang_glm53.compat import cpu
+
+    if _registered:
+        return
+    _registered = True
+    host.activate()  # SGLang skips platform plugins where SGLANG_PLATFORM names one
+    require_supported()
+    catalog.check_sources()
+    if cpu.has_no_gpu():
+        cpu.cure()
+    catalog.on_load("sglang.srt.models.registry:ModelRegistry", _register_models)
+    catalog.on_load("sglang.srt.platforms.interface:SRTPlatform.get_kv_pool_cls", _hook_pool)
+    status.publish()
+
+
+def _register_models(registry: Any) -> None:
+    try:
+        registry.register(MODELS, overwrite=True, strict=True)
+    except Exception as error:
+        failed(error, doing="importing the model classes")
+
+
+def _hook_pool(original: Any) -> None:
+    from sglang.srt.platforms import current_platform
+
+    before = current_platform.get_kv_pool_cls
+
+    def get_kv_pool_cls(*, kind: str) -> type | None:
+        if kind == "dsa" and support.serves_our_model():
+            from sglang_glm53.memory.pool import GlmTokenToKVPool
+
+            return GlmTokenToKVPool
+        return before(kind=kind)
+
+    current_platform.get_kv_pool_cls = get_kv_pool_cls
+
+
+def _guarded_architecture(original: Any) -> Any:
+    def get_model_architecture(model_config: Any) -> tuple[type, str]:
+        model_class, name = original(model_config)
+        if name not in support.ARCHITECTURES:
+            return model_class, name
+        try:
+            return _checked(model_class, name, model_config), name
+        except Exception as error:
+            failed(error, doing=f"resolving {name}")
+            return support.stock_class(name), name
+
+    return get_model_architecture
+
+
+def _checked(model_class: type, name: str, model_config: Any) -> type:
+    """The class to build: ours, or SGLang's own where this server stands down.
+
+    Raises:
+        Glm53Error: ours is not registered in this process, or the server's options are refused.
+    """
+    if degraded() is not None:
+        return support.stock_class(name)
+    if not model_class.__module__.startswith("sglang_glm53."):
+        why = "" if _registered else (
+            ": SGLang did not run the plugin (SGLANG_PLUGINS or SGLANG_PLATFORM leaves glm53 out?)"
+        )
+        raise Glm53Error(
+            f"{name} resolves to {model_class.__module__}.{model_class.__qualname__}, not to "
+            f"sglang-glm53's class{why}"
+        )
+    decision = support.decide(model_config)
+    if decision.kind == "runs":
+        return model_class
+    return support.stock_class(name)
+
