@@ -1,0 +1,331 @@
+"""Multi-head latent attention (MLA) over the positions that the indexer selected.
+
+One token leaves one latent in the cache: ``c`` (kv_lora_rank values, normed) and ``k_rope`` (the
+RoPE part that all heads share). With W_UK and W_UV, the halves of kv_b_proj, head h has
+``k_h = [W_UK_h c, k_rope]`` and ``v_h = W_UV_h c``, so attention has two equal forms:
+
+* absorbed: fold W_UK into the query (``q_h W_UK_h``), attend over latents as if there were a
+  single KV head, unfold with W_UV. It reads one latent a selected position: decode, verify and
+  any prefill that selects.
+* expanded: make every head's keys and values once and run dense attention. Cheaper while no
+  sequence is longer than index_topk, where every position is selected anyway: short prefill.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.layer_boundary import get_attn_tp_context
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
+from sglang.srt.utils import add_prefix
+from torch import nn
+
+from sglang_glm53.config import Glm53Config
+from sglang_glm53.layers.indexer import GlmIndexer
+
+
+def make_rope(config: Glm53Config) -> nn.Module:
+    """Plain interleaved RoPE over ``qk_rope_head_dim`` values, shared by MLA and the indexer."""
+    return get_rope(
+        config.qk_rope_head_dim,
+        rotary_dim=config.qk_rope_head_dim,
+        max_position=config.max_position_embeddings,
+        base=config.rope_theta,
+        is_neox_style=False,
+        rope_scaling=None,
+    )
+
+
+def uses_expanded_form() -> bool:
+    """Whether this forward runs dense attention over expanded keys (the backend decides)."""
+    backend = get_attn_backend()
+    return bool(getattr(getattr(backend, "primary", backend), "use_mha", False))
+
+
+class GlmAttention(nn.Module):
+    """MLA of one layer: [T, hidden] -> [T, hidden], a partial sum over the attention-TP ranks.
+
+    Heads are split over the attention-TP ranks; the latents and the indexer are replicated.
+    """
+
+    def __init__(
+        self,
+        config: Glm53Config,
+        layer_id: int,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+        *,
+        is_nextn: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.is_nextn = is_nextn
+        self.num_heads = config.num_attention_heads
+        self.num_local_heads = self.num_heads // get_parallel().attn_tp_size
+        self.q_lora_rank, self.kv_lora_rank = config.q_lora_rank, config.kv_lora_rank
+        self.qk_nope_head_dim = config.qk_nope_head_dim
+        self.qk_rope_head_dim = config.qk_rope_head_dim
+        self.qk_head_dim = config.qk_head_dim
+        self.v_head_dim = config.v_head_dim
+        self.quant_config = quant_config
+
+        self.fused_qkv_a_proj_with_mqa = ReplicatedLinear(
+            config.hidden_size,
+            config.q_lora_rank + config.latent_dim,
+            bias=False,
+            quant_config=quant_config,
+            prefix=add_prefix("fused_qkv_a_proj_with_mqa", prefix),
+        )
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=config.rms_norm_eps)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps=config.rms_norm_eps)
+        self.q_b_proj = ColumnParallelLinear(
+            config.q_lora_rank,
+            self.num_heads * self.qk_head_dim,
+            bias=False,
+            quant_config=quant_config,
+            prefix=add_prefix("q_b_proj", prefix),
+            parallel_group="attn_tp",
+        )
+        self.kv_b_proj = ColumnParallelLinear(
+            config.kv_lora_rank,
+            self.num_heads * (self.qk_nope_head_dim + self.v_head_dim),
+            bias=False,
+            quant_config=quant_config,
+            prefix=add_prefix("kv_b_proj", prefix),
+            parallel_group="attn_tp",
+        )
+        self.o_proj = RowParallelLinear(
+            self.num_heads * self.v_head_dim,
+            config.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            reduce_results=False,
+            prefix=add_prefix("o_proj", prefix),
+            parallel_group="attn_tp",
+        )
+        self.rotary_emb = make_rope(config)
+
+        # A full layer selects; a shared layer has no indexer. The MTP layer has one, and reuses a
+        # selection only where the draft iteration hands it one.
+        self.skip_topk = not is_nextn and not config.runs_indexer(layer_id)
+        following = layer_id + 1
+        self.next_skip_topk = is_nextn or (
+            following < config.num_hidden_layers and not config.runs_indexer(following)
+        )
+        self.indexer: GlmIndexer | None = None
+        if not self.skip_topk:
+            self.indexer = GlmIndexer(
+                config,
+                layer_id,
+                self.rotary_emb,
+                quant_config,
+                prefix=add_prefix("indexer", prefix),
+            )
+
+        scaling = self.qk_head_dim**-0.5
+        self.attn_mqa = RadixAttention(
+            self.num_local_heads,
+            config.latent_dim,
+            scaling,
+            num_kv_heads=1,
+            layer_id=layer_id,
+            v_head_dim=self.kv_lora_rank,
+            quant_config=quant_config,
+            prefix=add_prefix("attn_mqa", prefix),
+        )
+        self.attn_mha = RadixAttention(
+            self.num_local_heads,
+            self.qk_head_dim,
+            scaling,
+            num_kv_heads=self.num_local_heads,
+            layer_id=layer_id,
+            v_head_dim=self.v_head_dim,
+            quant_config=quant_config,
+            prefix=add_prefix("attn_mha", prefix),
+        )
+        # Read by SGLang's own chunked-prefix code through the attention layer.
+        self.attn_mha.kv_b_proj = None
+
+        # W_UK [heads, qk_nope, kv_lora] and W_UV [heads, kv_lora, v_head], split from kv_b_proj
+        # after loading. Reloads write into the same storage: CUDA graphs hold its address.
+        self.w_kc: torch.Tensor | None = None
+        self.w_vc: torch.Tensor | None = None
+
+    def project_latents(
+        self, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """[T, hidden] -> [T, q_lora + kv_lora + rope]; called by the stage boundary."""
+        return self.fused_qkv_a_proj_with_mqa(hidden_states)[0]
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        forward_batch: ForwardBatch,
+        prev_topk_indices: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend, and hand the selection down to a shared layer.
+
+        Args:
+            positions: [T] int64, position of each token in its request.
+            hidden_states: [T, hidden], normed.
+            forward_batch: the batch; its backend and pool hold the cache.
+            prev_topk_indices: [T, index_topk] int32, the selection of the full layer above.
+
+        Returns:
+            [T, hidden] partial sum, and the selection if the next layer reuses it.
+        """
+        if hidden_states.shape[0] == 0 and not get_attn_tp_context().input_scattered:
+            return hidden_states, None
+
+        q_latent, kv_latent, k_rope = (
+            get_attn_tp_context()
+            .fetch_qkv_latent()
+            .split([self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        )
+        q_latent = self.q_a_layernorm(q_latent.contiguous())
+        kv_latent = self.kv_a_layernorm(kv_latent.contiguous())
+        q = self.q_b_proj(q_latent)[0].view(-1, self.num_local_heads, self.qk_head_dim)
+        q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        q_rope, k_rope = self.rotary_emb(positions, q_rope, k_rope.unsqueeze(1))
+
+        if uses_expanded_form():
+            topk_indices = self._index_for_dense(hidden_states, q_latent, positions, forward_batch)
+            attended = self._attend_expanded(q_nope, q_rope, kv_latent, k_rope, forward_batch)
+        else:
+            topk_indices = self._select(
+                hidden_states, q_latent, positions, forward_batch, prev_topk_indices
+            )
+            attended = self._attend_absorbed(
+                q_nope, q_rope, kv_latent, k_rope, forward_batch, topk_indices
+            )
+        output, _ = self.o_proj(attended)
+        return output, topk_indices if self.next_skip_topk else None
+
+    def _select(
+        self,
+        hidden_states: torch.Tensor,
+        q_latent: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        prev_topk_indices: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, index_topk] int32: this layer's own selection, or the one handed down."""
+        reuses = prev_topk_indices is not None and (self.skip_topk or self.is_nextn)
+        if reuses:
+            return maybe_capture_indexer_topk(self.layer_id, prev_topk_indices)
+        if self.indexer is None:
+            raise RuntimeError(
+                f"layer {self.layer_id} shares its indexer but got no selection from above"
+            )
+        return self.indexer(hidden_states, q_latent, positions, forward_batch)
+
+    def _index_for_dense(
+        self,
+        hidden_states: torch.Tensor,
+        q_latent: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor | None:
+        """Cache this chunk's index keys for later queries; dense attention selects nothing itself.
+
+        The MTP layer is the exception: its last row's selection seeds the draft steps.
+        """
+        if self.indexer is None:
+            return None
+        spec_info = forward_batch.spec_info
+        seeds_draft = getattr(spec_info, "dsa_seed_topk_capture", None) is not None
+        return self.indexer(
+            hidden_states, q_latent, positions, forward_batch, select=self.is_nextn and seeds_draft
+        )
+
+    def _attend_absorbed(
+        self,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        kv_latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        forward_batch: ForwardBatch,
+        topk_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        """[T, heads, *] queries and [T, *] latents -> [T, heads * v_head_dim]; writes the cache."""
+        q_latent_space = torch.bmm(q_nope.transpose(0, 1), self.w_kc).transpose(0, 1)
+        latent = kv_latent.unsqueeze(1)
+        attended = self.attn_mqa(
+            q_latent_space,
+            latent,
+            latent,
+            forward_batch,
+            q_rope=q_rope,
+            k_rope=k_rope,
+            topk_indices=topk_indices,
+        )
+        attended = attended.view(-1, self.num_local_heads, self.kv_lora_rank)
+        return torch.bmm(attended.transpose(0, 1), self.w_vc).transpose(0, 1).flatten(1)
+
+    def _attend_expanded(
+        self,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        kv_latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Dense attention over the whole of each request, prefix included; writes the cache."""
+        pool = get_token_to_kv_pool()
+        pool.set_mla_kv_buffer(
+            self.attn_mha, write_location(forward_batch), kv_latent.unsqueeze(1), k_rope
+        )
+        if any(forward_batch.extend_prefix_lens_cpu):
+            kv_latent, k_rope = pool.get_mla_kv_buffer(
+                self.attn_mha, dense_kv_slots(forward_batch), q_nope.dtype
+            )
+            kv_latent = kv_latent.squeeze(1)
+        kv = self.kv_b_proj(kv_latent)[0].view(
+            -1, self.num_local_heads, self.qk_nope_head_dim + self.v_head_dim
+        )
+        k_nope, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        k = torch.cat([k_nope, k_rope.expand(-1, self.num_local_heads, -1)], dim=-1)
+        q = torch.cat([q_nope, q_rope], dim=-1)
+        return self.attn_mha(
+            q, k, v, forward_batch, save_kv_cache=False, key_value_num_tokens=k.shape[0]
+        )
+
+    def split_kv_b(self) -> None:
+        """Derive W_UK and W_UV from kv_b_proj's weight: [heads * (nope + v), kv_lora]."""
+        per_head = self.kv_b_proj.weight.data.unflatten(
+            0, (-1, self.qk_nope_head_dim + self.v_head_dim)
+        )
+        w_kc, w_vc = per_head.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
+        self.w_kc = _store(self.w_kc, w_kc)
+        self.w_vc = _store(self.w_vc, w_vc.transpose(1, 2))
+
+
+def write_location(forward_batch: ForwardBatch) -> Any:
+    """Where this forward's tokens go in the cache, as the pool's writers take it."""
+    return KVWriteLoc.for_batch(forward_batch)
+
+
+def dense_kv_slots(forward_batch: ForwardBatch) -> torch.Tensor:
+    """[sum of kv lengths] int64 cache slots of every token of every request, in order."""
+    backend = get_attn_backend()
+    if hasattr(backend, "mha_kv_slots"):
+        return backend.mha_kv_slots(forward_batch)
+    return forward_batch.fetch_mha_one_shot_kv_indices()
+
+
+def _store(target: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
+    if target is None:
+        return source.contiguous()
+    target.copy_(source)
+    return target

@@ -1,0 +1,173 @@
+"""The FFN of a layer: a dense SwiGLU MLP, or routed experts with one shared expert.
+
+Routing: sigmoid scores; a correction bias decides which experts win but not how much they weigh;
+the winners' scores are normalised to sum 1 and multiplied by ``routed_scaling_factor``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.moe import get_moe_a2a_backend
+from sglang.srt.layers.moe.ep_moe.layer import get_moe_impl_class
+from sglang.srt.layers.moe.utils import (
+    RoutingMethodType,
+    adds_replicated_output_to_partial,
+    filter_moe_weight_param_global_expert,
+)
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.utils import add_prefix
+from torch import nn
+
+from sglang_glm53.compat.layers import make_topk, num_fused_shared_experts
+from sglang_glm53.config import Glm53Config
+from sglang_glm53.errors import Glm53Error
+
+
+class GlmMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)): [T, hidden] -> [T, hidden], a partial sum over the TP ranks."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+        *,
+        parallel_group: str = "tp",
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size,
+            [intermediate_size] * 2,
+            bias=False,
+            quant_config=quant_config,
+            prefix=add_prefix("gate_up_proj", prefix),
+            parallel_group=parallel_group,
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            reduce_results=False,
+            prefix=add_prefix("down_proj", prefix),
+            parallel_group=parallel_group,
+        )
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 0:
+            return x
+        gate_up, _ = self.gate_up_proj(x)
+        return self.down_proj(self.act_fn(gate_up))[0]
+
+
+class GlmRouter(nn.Module):
+    """Router logits in FP32: the correction bias separates experts by less than bf16 resolves."""
+
+    def __init__(self, config: Glm53Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        self.e_score_correction_bias = nn.Parameter(
+            torch.empty(config.n_routed_experts, dtype=torch.float32), requires_grad=False
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, n_routed_experts], float32."""
+        return F.linear(x.float(), self.weight.float())
+
+
+class GlmMoE(nn.Module):
+    """Routed experts and the shared expert: [T, hidden] -> [T, hidden], a partial sum.
+
+    ``T`` are the tokens of this FFN stage: under attention DP the boundary has gathered every
+    rank's. With expert parallelism through an all-to-all, the dispatcher inside ``experts`` moves
+    tokens and the shared expert is replicated.
+    """
+
+    def __init__(
+        self,
+        config: Glm53Config,
+        layer_id: int,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        if get_parallel().tp_size > config.n_routed_experts:
+            raise Glm53Error(
+                f"--tp-size {get_parallel().tp_size} exceeds the model's {config.n_routed_experts} "
+                "experts; use at most as many ranks as experts"
+            )
+        # SGLang asks every sum's owner; here the stage boundary completes it.
+        self.reduce_results = False
+        self.layer_id = layer_id
+        self.num_fused_shared_experts = num_fused_shared_experts(config.n_shared_experts)
+        fused = self.num_fused_shared_experts
+
+        self.gate = GlmRouter(config)
+        self.experts = get_moe_impl_class(quant_config)(
+            num_experts=config.n_routed_experts + fused + get_exec().moe.ep_num_redundant_experts,
+            num_fused_shared_experts=fused,
+            top_k=config.num_experts_per_tok + fused,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.moe_intermediate_size,
+            layer_id=layer_id,
+            quant_config=quant_config,
+            routed_scaling_factor=config.routed_scaling_factor,
+            routing_method_type=RoutingMethodType.DeepSeekV3,
+            prefix=add_prefix("experts", prefix),
+        )
+        # Torch's expert loop does not know the scaling factor, the GPU runners do: where they
+        # leave it to the router, or there is no runner, the top-k weights carry it.
+        scaled_by_router = (
+            self.experts.should_fuse_routed_scaling_factor_in_topk
+            or self.gate.weight.device.type == "cpu"
+        )
+        self.topk = make_topk(
+            config,
+            layer_id=layer_id,
+            fused_shared_experts=fused,
+            correction_bias=self.gate.e_score_correction_bias,
+            quant_config=quant_config,
+            experts=self.experts,
+            scaled_by_router=scaled_by_router,
+        )
+        self.shared_experts: GlmMLP | None = None
+        self.shared_is_replicated = not get_moe_a2a_backend().is_none()
+        if config.n_shared_experts and not fused:
+            self.shared_experts = GlmMLP(
+                config.hidden_size,
+                config.moe_intermediate_size * config.n_shared_experts,
+                quant_config,
+                add_prefix("shared_experts", prefix),
+                parallel_group="replicated" if self.shared_is_replicated else "tp",
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Every rank runs the experts, tokens or not: an all-to-all waits for all of them.
+        if x.shape[0] > 0:
+            shared = self.shared_experts(x) if self.shared_experts is not None else None
+            topk_output = self.topk(x, self.gate(x))
+        else:
+            shared = None
+            topk_output = self.topk.empty_topk_output(x.device)
+        routed = self.experts(x, topk_output)
+        if shared is None:
+            return routed
+        if self.shared_is_replicated and not adds_replicated_output_to_partial():
+            return routed  # a sum that is still owed counts the replicated expert once
+        return routed + shared
+
+    def get_moe_weights(self) -> list[torch.Tensor]:
+        """This rank's routed-expert tensors, [local experts, ...] each, for the expert balancer."""
+        local = self.experts.num_local_experts
+        return [
+            tensor.data[: local - self.num_fused_shared_experts]
+            for name, tensor in self.experts.named_parameters()
+            if name != "correction_bias"
+            and filter_moe_weight_param_global_expert(name, tensor, local)
+        ]
