@@ -5,7 +5,7 @@ Pure Python. The loader holds what it reads against this table; so does the chec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from sglang_glm53.config import Glm53Config
 
@@ -70,13 +70,6 @@ def checkpoint_tensors(config: Glm53Config) -> Iterator[tuple[str, Shape]]:
 def scale_shape(shape: Shape) -> Shape:
     """Shape of the FP32 scales of a 128 x 128 block-scaled FP8 matrix."""
     return tuple(-(-size // FP8_BLOCK) for size in shape)
-
-
-def fused_experts(names: Iterable[str]) -> bool:
-    """Whether ``names`` hold experts as two stacked tensors a layer, as transformers saves them."""
-    return any(
-        name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj")) for name in names
-    )
 
 
 def _attention(config: Glm53Config, prefix: str) -> dict[str, Shape]:

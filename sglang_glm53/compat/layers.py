@@ -20,7 +20,7 @@ _TOPK_COUNTS_FUSED = get_num_fused_shared_experts is None
 
 
 def num_fused_shared_experts(n_shared_experts: int) -> int:
-    """Shared experts that run as extra rows of the routed experts' GEMM in the model being built."""
+    """Shared experts that run as rows of the routed experts' GEMM in the model being built."""
     if get_num_fused_shared_experts is not None:
         return get_num_fused_shared_experts()
     return 0 if is_shared_experts_fusion_disabled() else n_shared_experts

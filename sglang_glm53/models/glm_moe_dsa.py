@@ -284,7 +284,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
         self.post_load_weights()
 
     def post_load_weights(self) -> None:
-        """Derive what attention keeps beside its parameters; loaders that skip load_weights call it."""
+        """Derive W_UK and W_UV; loaders that skip ``load_weights`` call this alone."""
         self._loader.loaded_once = True
         for layer_id in range(self.start_layer, self.end_layer):
             self.model.layers[layer_id].self_attn.split_kv_b()

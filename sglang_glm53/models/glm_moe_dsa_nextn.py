@@ -67,7 +67,7 @@ class GlmNextNModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """[T] next tokens and positions -> [T, hidden], normed; it is also the next step's input."""
+        """[T] next tokens and positions -> [T, hidden], normed; also the next step's input."""
         hidden_states = self.embed_tokens(input_ids)
         if hidden_states.shape[0] > 0:
             previous = forward_batch.spec_info.hidden_states
@@ -135,7 +135,7 @@ class GlmMoeDsaForCausalLMNextN(nn.Module):
         self.post_load_weights()
 
     def post_load_weights(self) -> None:
-        """Derive what attention keeps beside its parameters; loaders that skip load_weights call it."""
+        """Derive W_UK and W_UV; loaders that skip ``load_weights`` call this alone."""
         self._loader.loaded_once = True
         self.model.decoder.self_attn.split_kv_b()
 
