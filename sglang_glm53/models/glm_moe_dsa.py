@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from sglang.srt.distributed import get_pp_group
 from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
 from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
 from sglang.srt.layers.attention.index_topk_share import IndexTopKShareState
@@ -130,7 +129,7 @@ class GlmModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.pp_group = get_pp_group()
+        self.pp_group = get_parallel().pp_group
         # The last rank's draft model embeds tokens too.
         drafts = get_spec().speculative_algorithm is not None
         if self.pp_group.is_first_rank or (self.pp_group.is_last_rank and drafts):
@@ -227,7 +226,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
         if quant_config is not None:
             quant_config.update_packed_modules_mapping(self.packed_modules_mapping)
         layers_quant = layer_quant_config(quant_config)
-        self.pp_group = get_pp_group()
+        self.pp_group = get_parallel().pp_group
         self.model = GlmModel(self.glm_config, layers_quant, add_prefix("model", prefix))
         if not self.pp_group.is_last_rank:
             self.lm_head = PPMissingLayer()

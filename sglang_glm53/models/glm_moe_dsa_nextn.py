@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from sglang.srt.distributed import get_pp_group
 from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
 from sglang.srt.layers.attention.index_topk_share import IndexTopKShareState
 from sglang.srt.layers.layer_boundary import get_attn_tp_context, layer_stack
@@ -104,7 +103,7 @@ class GlmMoeDsaForCausalLMNextN(nn.Module):
         self.config = config
         self.glm_config = read_config(config)
         self.quant_config = quant_config
-        self.pp_group = get_pp_group()
+        self.pp_group = get_parallel().pp_group
         layers_quant = layer_quant_config(quant_config)
         self.model = GlmNextNModel(self.glm_config, layers_quant, add_prefix("model", prefix))
         self.lm_head = ParallelLMHead(
