@@ -146,9 +146,7 @@ class Reference:
         return output
 
     def _step(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
-        output = self.model(
-            input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True
-        )
+        output = self.model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
         return output.logits[0, -1].float()
 
 

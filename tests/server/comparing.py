@@ -1,0 +1,92 @@
+"""How a server's answer is held against the reference, with the issue's exemption for near ties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from .harness import Answer, Recording
+
+if TYPE_CHECKING:
+    from reference.hf import Reference, Trace
+
+TOLERANCE = 1e-4  # of a log-probability, in nats
+NEAR_TIE = 1e-5  # relative difference of the k-th and the next index score
+NEAR_TIE_TOLERANCE = 1e-2
+NEAR_TIE_SHARE = 0.01  # of all positions
+
+
+def random_prompt(vocabulary: int, length: int, seed: int) -> list[int]:
+    """``length`` random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocabulary, (length,), generator=generator).tolist()
+
+
+@dataclass
+class Tally:
+    """Counts over many positions; ``check`` applies the limits."""
+
+    positions: int = 0
+    near_ties: int = 0
+    worst: float = 0.0
+    worst_near_tie: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+    def logprobs(self, answer: Answer, trace: Trace, name: str) -> None:
+        """Prompt's and output's log-probabilities against the reference's."""
+        for position, value in answer.logprobs.items():
+            row = position - 1  # the row that predicts this token
+            delta = abs(value - float(trace.logprobs[row]))
+            self.positions += 1
+            if float(trace.gap[row]) < NEAR_TIE:
+                self.near_ties += 1
+                self.worst_near_tie = max(self.worst_near_tie, delta)
+                limit = NEAR_TIE_TOLERANCE
+            else:
+                self.worst = max(self.worst, delta)
+                limit = TOLERANCE
+            if not delta <= limit:
+                self.failures.append(f"{name}, token {position}: |delta| {delta:.2e} > {limit}")
+
+    def sets(self, recording: Recording, trace: Trace, model: Reference, name: str) -> None:
+        """Each layer's selected set against the reference's; near ties may differ."""
+        n = recording.length
+        clear = trace.gap[:n] >= NEAR_TIE
+        selecting = recording.layers("select")
+        sparse = [i for i in recording.layers("attend") if not recording.dense_rows(i).all()]
+        if sparse:
+            assert selecting == model.full_layers, f"{name}: indexers ran on layers {selecting}"
+        for layer in range(model.config.num_hidden_layers):
+            used = recording.mask("attend", layer)
+            expected = trace.used[layer][:n, :n]
+            wrong = (used != expected).any(dim=1) & clear
+            for row in wrong.nonzero()[:, 0].tolist():
+                self.failures.append(f"{name}, layer {layer}, position {row}: another set")
+            above = model.layer_above(layer)
+            rows = ~recording.dense_rows(layer)
+            chosen = recording.tensor("select", above)[rows] if rows.any() else None
+            if chosen is not None and not torch.equal(
+                recording.tensor("attend", layer)[rows], chosen
+            ):
+                self.failures.append(f"{name}, layer {layer}: not the set of layer {above}")
+
+    def check(self) -> None:
+        """Fails with every deviation; prints the figures."""
+        print(
+            f"{self.positions} positions, largest |delta| {self.worst:.2e}; "
+            f"{self.near_ties} near ties, there {self.worst_near_tie:.2e}"
+        )
+        assert not self.failures, f"{len(self.failures)} deviations:\n" + "\n".join(
+            self.failures[:20]
+        )
+        assert self.near_ties < NEAR_TIE_SHARE * self.positions
+
+
+def largest_difference(left: Answer, right: Answer) -> float:
+    """Largest |difference| of the log-probabilities that both answers have; tokens must agree."""
+    assert left.tokens == right.tokens, f"tokens differ:\n{left.tokens}\n{right.tokens}"
+    common = left.logprobs.keys() & right.logprobs.keys()
+    assert common, "no log-probability in common"
+    return max(abs(left.logprobs[i] - right.logprobs[i]) for i in common)

@@ -1,0 +1,219 @@
+"""The server computes what transformers computes (one process, no speculation)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from .comparing import Tally, random_prompt
+from .conftest import FLOAT32
+from .harness import Answer, Server, ServerPool
+
+pytestmark = pytest.mark.server
+
+LENGTHS = (1, 63, 64, 65, 200, 700)
+NEW = 32
+
+
+@pytest.fixture(scope="module")
+def oracle(
+    tiny_checkpoint: Callable[..., Path], reference: Callable
+) -> Callable[[list[int]], tuple[list[int], object]]:
+    """Prompt -> transformers' greedy output and the teacher-forced trace of both, kept."""
+    model = reference(tiny_checkpoint())
+    kept: dict[tuple[int, ...], tuple[list[int], object]] = {}
+
+    def ask(prompt: list[int]) -> tuple[list[int], object]:
+        key = tuple(prompt)
+        if key not in kept:
+            output = model.generate(prompt, NEW)
+            kept[key] = (output, model.trace(prompt + output))
+        return kept[key]
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_checkpoint: Callable[..., Path], reference: Callable) -> list[list[int]]:
+    """One random prompt a length."""
+    vocabulary = reference(tiny_checkpoint()).config.vocab_size
+    return [random_prompt(vocabulary, length, seed=length) for length in LENGTHS]
+
+
+class Held:
+    """Holds answers against the oracle and counts."""
+
+    def __init__(self, server: Server, model: object, oracle: Callable) -> None:
+        self.server, self.model, self.oracle, self.tally = server, model, oracle, Tally()
+
+    def hold(self, answer: Answer, name: str, logprobs_from: int = 0) -> None:
+        """Tokens, log-probabilities from position ``logprobs_from`` on, and sets of one answer."""
+        expected, trace = self.oracle(answer.prompt)
+        name = f"{name}, prompt of {len(answer.prompt)}"
+        assert answer.tokens == expected, f"{name}: other tokens\n{answer.tokens}\n{expected}"
+        first = max(1, logprobs_from + 1)
+        wanted = set(range(first, len(answer.sequence)))
+        assert wanted <= answer.logprobs.keys(), f"{name}: log-probabilities are missing"
+        self.tally.logprobs(answer, trace, name)
+        self.tally.sets(self.server.recording(answer.rid), trace, self.model, name)
+
+
+@pytest.fixture
+def held(
+    servers: ServerPool, tiny_checkpoint: Callable[..., Path], reference: Callable, oracle: Callable
+) -> Callable[..., Held]:
+    """A function of further server arguments to the comparison with that server."""
+
+    def make(*arguments: str) -> Held:
+        checkpoint = tiny_checkpoint()
+        server = servers.get(checkpoint, *FLOAT32, *arguments)
+        return Held(server, reference(checkpoint), oracle)
+
+    return make
+
+
+def test_whole_prefill(held: Callable[..., Held], prompts: list[list[int]]) -> None:
+    """Each prompt prefilled at once, from an empty cache."""
+    run = held()
+    for prompt in prompts:
+        run.server.flush()
+        (answer,) = run.server.generate([prompt], NEW)
+        assert answer.cached == 0
+        run.hold(answer, "whole")
+    run.tally.check()
+
+
+def test_prefix_cache_hit(held: Callable[..., Held], prompts: list[list[int]]) -> None:
+    """The same prompt again: full pages come from the cache, the rest is computed."""
+    run = held()
+    for prompt in prompts:
+        if len(prompt) <= 64:
+            continue
+        run.server.flush()
+        run.server.generate([prompt], NEW)
+        pages = (len(prompt) - 1) // 64 * 64
+        (answer,) = run.server.generate([prompt], NEW, logprob_start=pages)
+        assert answer.cached == pages, f"{answer.cached} cached tokens, expected {pages}"
+        run.hold(answer, "hit", logprobs_from=pages)
+    run.tally.check()
+
+
+def test_hit_inside_a_longer_sequence(held: Callable[..., Held], prompts: list[list[int]]) -> None:
+    """A prompt that shares its first 128 tokens with a cached one and then differs."""
+    run = held()
+    shared, other = prompts[LENGTHS.index(200)], prompts[LENGTHS.index(65)]
+    run.server.flush()
+    run.server.generate([shared], NEW)
+    (answer,) = run.server.generate([shared[:128] + other], NEW, logprob_start=128)
+    assert answer.cached == 128
+    run.hold(answer, "branch", logprobs_from=128)
+    run.tally.check()
+
+
+def test_two_prompts_in_a_batch(held: Callable[..., Held], prompts: list[list[int]]) -> None:
+    """Two different prompts prefilled and decoded together."""
+    run = held()
+    for pair in ((1, 700), (63, 200), (64, 65), (200, 700)):
+        run.server.flush()
+        chosen = [prompts[LENGTHS.index(length)] for length in pair]
+        for answer in run.server.generate(chosen, NEW):
+            run.hold(answer, f"batch {pair}")
+    run.tally.check()
+
+
+def test_after_a_flush(held: Callable[..., Held], prompts: list[list[int]]) -> None:
+    """Slots written by other requests, then flushed, leave no trace."""
+    run = held()
+    run.server.flush()
+    run.server.generate(prompts, NEW)
+    run.server.flush()
+    for prompt in reversed(prompts):
+        (answer,) = run.server.generate([prompt], NEW)
+        assert answer.cached == 0
+        run.hold(answer, "flushed")
+        run.server.flush()
+    run.tally.check()
+
+
+def test_chunks_of_64(held: Callable[..., Held], prompts: list[list[int]]) -> None:
+    """Prompts prefilled in chunks of 64 tokens."""
+    run = held("--chunked-prefill-size", "64")
+    for prompt in prompts:
+        run.server.flush()
+        (answer,) = run.server.generate([prompt], NEW)
+        run.hold(answer, "chunks")
+    run.tally.check()
+
+
+def _bf16_errors(
+    server: Server,
+    exact: Callable[[list[int]], torch.Tensor],
+    own: Callable[[list[int]], torch.Tensor],
+    prompts: list[list[int]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """|delta log-probability| of the server's and of transformers' bf16 to the exact ones."""
+    ours, theirs = [], []
+    for prompt in prompts:
+        server.flush()
+        (answer,) = server.generate([prompt], NEW)
+        sequence = answer.sequence
+        truth, bf16 = exact(sequence), own(sequence)
+        served = torch.tensor([answer.logprobs[i] for i in range(1, len(sequence))])
+        ours.append((served - truth).abs())
+        theirs.append((bf16 - truth).abs())
+    return torch.cat(ours), torch.cat(theirs)
+
+
+def _check_bf16(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    print(
+        f"{len(ours)} positions: mean {ours.mean():.4f} of {theirs.mean():.4f}, "
+        f"largest {ours.max():.3f} of {theirs.max():.3f}"
+    )
+    assert ours.mean() <= 1.5 * theirs.mean()
+    assert ours.max() <= 1.5 * theirs.max()
+
+
+def test_bf16_with_the_real_cache_format(
+    servers: ServerPool,
+    tiny_checkpoint: Callable[..., Path],
+    reference: Callable,
+    prompts: list[list[int]],
+) -> None:
+    """bf16 latents and FP8 index keys: at most 1.5 times transformers' own bf16 error."""
+    checkpoint = tiny_checkpoint()
+    exact, own = reference(checkpoint), reference(checkpoint, torch.bfloat16)
+    server = servers.get(checkpoint, "--dtype", "bfloat16")
+    _check_bf16(
+        *_bf16_errors(
+            server,
+            lambda tokens: exact.trace(tokens).logprobs,
+            lambda tokens: own.trace(tokens).logprobs,
+            prompts,
+        )
+    )
+
+
+def test_fp8_checkpoint_in_bf16(
+    servers: ServerPool,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    prompts: list[list[int]],
+) -> None:
+    """A block-scaled FP8 checkpoint, against transformers on the dequantised weights."""
+    from reference.hf import Reference, dequantised_copy
+
+    checkpoint = tiny_checkpoint(fp8=True)
+    plain = dequantised_copy(checkpoint, tmp_path / "dequantised")
+    exact, own = Reference(plain), Reference(plain, torch.bfloat16)
+    server = servers.get(checkpoint)
+    _check_bf16(
+        *_bf16_errors(
+            server,
+            lambda tokens: exact.trace(tokens).logprobs,
+            lambda tokens: own.trace(tokens).logprobs,
+            prompts,
+        )
+    )

@@ -1,0 +1,51 @@
+"""Two processes (gloo) compute what one computes: TP 2, attention DP 2, with EAGLE and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .comparing import largest_difference, random_prompt
+from .conftest import FLOAT32
+from .harness import ServerPool
+from .test_eagle import eagle_arguments
+
+pytestmark = pytest.mark.server
+
+LENGTHS = (1, 65, 200, 700)
+NEW = 32
+TP = ("--tp", "2")
+DP = (*TP, "--dp", "2", "--enable-dp-attention")
+EAGLE = eagle_arguments(3, 4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [TP, (*TP, *EAGLE), DP, (*DP, *EAGLE)],
+    ids=["tp2", "tp2-eagle", "tp2-dp2", "tp2-dp2-eagle"],
+)
+def test_two_processes(
+    arguments: tuple[str, ...],
+    servers: ServerPool,
+    plain_runs: Callable,
+    tiny_checkpoint: Callable[..., Path],
+    reference: Callable,
+) -> None:
+    """Same tokens, log-probabilities within 1e-5; alone and several prompts at once."""
+    vocabulary = reference(tiny_checkpoint()).config.vocab_size
+    prompts = [random_prompt(vocabulary, length, seed=2000 + length) for length in LENGTHS]
+    expected, _ = plain_runs(prompts, NEW)
+    server = servers.get(tiny_checkpoint(), *FLOAT32, *arguments)
+    server.flush()
+    answers = [server.generate([prompt], NEW)[0] for prompt in prompts]
+    server.flush()
+    together = server.generate(prompts, NEW)
+    worst = 0.0
+    for one, batched, plain in zip(answers, together, expected, strict=True):
+        worst = max(worst, largest_difference(one, plain), largest_difference(batched, plain))
+    print(f"largest |delta log-probability| {worst:.2e}")
+    assert worst <= 1e-5
+    if EAGLE[0] in arguments:
+        assert all(answer.meta["spec_verify_ct"] < NEW - 1 for answer in answers)

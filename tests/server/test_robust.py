@@ -1,0 +1,155 @@
+"""Cancelled clients, many streams, restarts and kills: no hang, no leaked page, no orphan."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from .comparing import random_prompt
+from .conftest import FLOAT32
+from .harness import Server, ServerPool
+from .test_eagle import eagle_arguments
+
+pytestmark = pytest.mark.server
+
+SETTINGS = {"plain": (), "eagle": eagle_arguments(3, 4)}
+
+
+@pytest.fixture(params=SETTINGS)
+def server(
+    request: pytest.FixtureRequest, servers: ServerPool, tiny_checkpoint: Callable[..., Path]
+) -> Server:
+    """A float32 server, without and with speculation."""
+    return servers.get(tiny_checkpoint(), *FLOAT32, *SETTINGS[request.param])
+
+
+@pytest.fixture
+def vocabulary(tiny_checkpoint: Callable[..., Path]) -> int:
+    return json.loads((tiny_checkpoint() / "config.json").read_text())["vocab_size"]
+
+
+def stream(
+    server: Server, prompt: list[int], new: int, leave_after: int | None = None
+) -> list[int]:
+    """Tokens of a streamed answer; closes the connection after ``leave_after`` events."""
+    body = {**server.request(prompt, new, stream=True), "return_logprob": False}
+    tokens: list[int] = []
+    with requests.post(server.url + "/generate", json=body, stream=True, timeout=300) as reply:
+        reply.raise_for_status()
+        events = 0
+        for line in reply.iter_lines():
+            if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
+                continue
+            tokens = json.loads(line[5:])["output_ids"]
+            events += 1
+            if leave_after is not None and events >= leave_after:
+                break
+    return tokens
+
+
+def settle(server: Server, seconds: float = 30) -> None:
+    """Waits until no request runs and no token is in use."""
+    until = time.monotonic() + seconds
+    while True:
+        loads = server.loads()
+        idle = all(
+            load["num_used_tokens"] == load["num_running_reqs"] == load["num_waiting_reqs"] == 0
+            for load in loads
+        )
+        if idle:
+            return
+        assert time.monotonic() < until, f"still in use after {seconds} s: {loads}"
+        time.sleep(0.25)
+
+
+def test_cancelled_clients_leak_nothing(server: Server, vocabulary: int) -> None:
+    """Clients that leave during decode, during prefill and while queued."""
+    settle(server)
+    free = server.flush()
+    assert free > 0
+    (before,) = server.generate([random_prompt(vocabulary, 100, seed=1)], 16)
+    for events in (1, 3, 10):
+        stream(server, random_prompt(vocabulary, 150, seed=events), 2000, leave_after=events)
+    with pytest.raises(requests.RequestException):
+        body = server.request(random_prompt(vocabulary, 3000, seed=4), 500)
+        requests.post(server.url + "/generate", json=body, timeout=0.3)
+    settle(server)
+    (after,) = server.generate([before.prompt], 16)
+    assert after.tokens == before.tokens
+    settle(server)
+    assert server.flush() == free
+
+
+def test_32_concurrent_streams(server: Server, vocabulary: int) -> None:
+    """All streams end with what each prompt gives alone, and every page comes back."""
+    settle(server)
+    free = server.flush()
+    prompts = [random_prompt(vocabulary, 10 + 7 * i, seed=100 + i) for i in range(32)]
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda prompt: stream(server, prompt, 24), prompts))
+    assert [len(tokens) for tokens in answers] == [24] * 32
+    for i in (0, 13, 31):
+        (alone,) = server.generate([prompts[i]], 24)
+        assert answers[i] == alone.tokens
+    settle(server)
+    assert server.flush() == free
+
+
+def test_sigterm_ends_with_0_and_the_port_is_free_again(
+    servers: ServerPool, tiny_checkpoint: Callable[..., Path], vocabulary: int, tmp_path: Path
+) -> None:
+    """SIGTERM with a stream running; a second server on the same port gives the same answer."""
+    servers.close()
+    prompt = random_prompt(vocabulary, 90, seed=7)
+    first = Server(tiny_checkpoint(), FLOAT32, tmp_path / "first").start()
+    try:
+        (answer,) = first.generate([prompt], 16)
+        family = first.family()
+        assert first.stop() == 0
+        assert not alive(family)
+        second = Server(tiny_checkpoint(), FLOAT32, tmp_path / "second", port=first.port).start()
+    finally:
+        first.kill()
+    try:
+        (again,) = second.generate([prompt], 16)
+        assert again.tokens == answer.tokens
+        kill_and_look(second)
+        third = Server(tiny_checkpoint(), FLOAT32, tmp_path / "third", port=first.port).start()
+    finally:
+        second.kill()
+    try:
+        (again,) = third.generate([prompt], 16)
+        assert again.tokens == answer.tokens
+        assert third.stop() == 0
+    finally:
+        third.kill()
+
+
+def kill_and_look(server: Server) -> None:
+    """SIGKILL to the main process alone: its children must end by themselves."""
+    family = server.family()
+    assert len(family) > 2, "scheduler and detokenizer were expected"
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait(30)
+    until = time.monotonic() + 30
+    while alive(family) and time.monotonic() < until:
+        time.sleep(0.25)
+    assert not alive(family), f"orphans: {alive(family)}"
+
+
+def alive(family: list[psutil.Process]) -> list[psutil.Process]:
+    """The processes of ``family`` that still run."""
+    return [
+        process
+        for process in family
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
