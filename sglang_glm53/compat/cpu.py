@@ -41,6 +41,9 @@ def has_no_gpu() -> bool:
 def prepare() -> None:
     """Select SGLang's CPU engine and stand in for `sgl_kernel` where it does not import."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # SGLang compiles a few small ops at their first use: seconds of waiting, a C++ compiler, and
+    # ranks that race for one cache file, for nothing that a CPU server would notice.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     catalog.row_of("sgl_kernel")
     if "sgl_kernel" in sys.modules:
         return
