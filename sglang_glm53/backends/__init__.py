@@ -1,0 +1,1 @@
+"""Attention backends that run on any device."""

@@ -1,0 +1,1 @@
+"""The KV cache: layout arithmetic (page.py, pure Python) and the pool (pool.py)."""
