@@ -103,7 +103,11 @@ def _checked(model_class: type, name: str, model_config: Any) -> type:
             f"sglang-glm53's class{why}"
         )
     decision = support.decide(model_config)
-    if decision.kind == "runs":
+    if decision.kind == support.RUNS:
+        from sglang_glm53.compat import cpu
+
+        if cpu.has_no_gpu():
+            cpu.run_eagerly()
         return model_class
     return support.stock_class(name)
 

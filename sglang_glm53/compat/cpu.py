@@ -72,6 +72,16 @@ def cure() -> None:
     catalog.wrap("sglang.srt.distributed.parallel_state:init_model_parallel_group", _without_nccl)
 
 
+def run_eagerly() -> None:
+    """Leave SGLang's small `torch.compile`d functions uncompiled in this process.
+
+    On a CPU each costs seconds at its first call and needs a C++ compiler on the user's machine.
+    """
+    import torch
+
+    torch.compiler.set_stance("force_eager")
+
+
 # --- arguments -------------------------------------------------------------------------------
 
 
