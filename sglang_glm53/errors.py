@@ -7,6 +7,7 @@ Standard library only: this module must import when everything else is broken.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -15,6 +16,11 @@ from pathlib import Path
 from typing import NoReturn
 
 PREFIX = "sglang-glm53: "
+
+# Exit code of a child process of the server that printed its line: its parent then ends with code 1
+# and prints nothing more.
+TOLD = 53
+_PARENT = "_GLM53_SERVER_PID"
 _PACKAGE = Path(__file__).resolve().parent
 
 # What went wrong where GLM53_ON_ERROR=stock let the process go on; None: nothing did.
@@ -39,16 +45,33 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}{place}"
 
 
+def announce_process() -> None:
+    """Let child processes that are started from here know that their parent reads TOLD."""
+    _exit_code()  # remembers what the parent announced
+    os.environ[_PARENT] = str(os.getpid())
+
+
+def _exit_code() -> int:
+    global _code
+    if _code is None:
+        child = multiprocessing.parent_process() is not None
+        _code = TOLD if child and os.environ.get(_PARENT) == str(os.getppid()) else 1
+    return _code
+
+
+_code: int | None = None
+
+
 def fatal(message: str) -> NoReturn:
     """Print `sglang-glm53: <message>` to stderr and end the process with exit code 1."""
     line = " ".join(message.split())
     sys.stderr.write(f"{PREFIX}{line}\n")
-    sys.stderr.flush()
-    if os.environ.get("GLM53_DEBUG") == "1":
+    if os.environ.get("GLM53_DEBUG") == "1" and sys.exc_info()[0] is not None:
         traceback.print_exc()
+    sys.stderr.flush()
     if threading.current_thread() is not threading.main_thread():
-        os._exit(1)  # SystemExit would end this thread alone, and the server would hang
-    raise SystemExit(1)
+        os._exit(_exit_code())  # SystemExit would end this thread alone: the server would hang
+    raise SystemExit(_exit_code())
 
 
 def failed(error: BaseException, *, doing: str) -> None:
@@ -56,16 +79,21 @@ def failed(error: BaseException, *, doing: str) -> None:
 
     Args:
         error: what was caught.
-        doing: what was being done, for the line ("registering the model classes").
+        doing: what was being done; the line needs it where the error is none of ours.
     """
     global _degraded
-    line = f"{doing}: {describe(error)}"
+    line = describe(error)
+    if not isinstance(error, Glm53Error):
+        line = (
+            f"{doing}: {line}; reinstall sglang-glm53 or report this "
+            f"(GLM53_DEBUG=1 shows the traceback)"
+        )
     if not serve_stock_on_error():
-        fatal(f"{line} (GLM53_ON_ERROR=stock would serve SGLang's own class instead)")
+        fatal(line)
     if _degraded is None:
         sys.stderr.write(f"{PREFIX}{line}; GLM53_ON_ERROR=stock: SGLang's own class serves\n")
         sys.stderr.flush()
-    _degraded = line
+        _degraded = line
 
 
 def serve_stock_on_error() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_glm53 import catalog, support
 from sglang_glm53.compat import require_supported
-from sglang_glm53.errors import Glm53Error, degraded, failed
+from sglang_glm53.errors import Glm53Error, announce_process, degraded, failed
 
 MODELS = "sglang_glm53.models"
 
@@ -34,12 +34,13 @@ def register_all() -> None:
         Glm53Error: unsupported SGLang, or a catalog row that the installed SGLang does not meet.
     """
     global _registered
-    from sglang_glm53 import host, status
+    from sglang_glm53 import host, processes, status
     from sglang_glm53.compat import cpu
 
     if _registered:
         return
     _registered = True
+    announce_process()
     host.activate()  # SGLang skips platform plugins where SGLANG_PLATFORM names one
     require_supported()
     catalog.check_sources()
@@ -47,7 +48,23 @@ def register_all() -> None:
         cpu.cure()
     catalog.on_load("sglang.srt.models.registry:ModelRegistry", _register_models)
     catalog.on_load("sglang.srt.platforms.interface:SRTPlatform.get_kv_pool_cls", _hook_pool)
+    catalog.on_load(
+        "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", _hook_last_check
+    )
+    processes.watch()
     status.publish()
+
+
+def _hook_last_check(register: Any) -> None:
+    """Refuse in the first process, before a worker is started or a weight is read."""
+
+    @register("handle_other_validations")
+    def _check(server_args: Any, previous: Any) -> None:
+        previous(server_args)
+        try:
+            support.check_arguments(server_args)
+        except Exception as error:
+            failed(error, doing="checking the configuration")
 
 
 def _register_models(registry: Any) -> None:

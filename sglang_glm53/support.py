@@ -33,19 +33,19 @@ class Situation:
     """What the table's predicates read.
 
     Attributes:
-        args: effective server arguments by ServerArgs field name (empty if not known yet).
+        read: the effective value of a server argument, by the name of its ServerArgs field.
         config: the checkpoint's config (`hf_config`).
         device: "cpu" or "cuda".
         dtype: served dtype, e.g. "torch.bfloat16".
     """
 
-    args: dict[str, Any]
+    read: Callable[[str], Any]
     config: Any
     device: str
     dtype: str
 
     def get(self, name: str, default: Any = None) -> Any:
-        value = self.args.get(name, default)
+        value = self.read(name)
         return default if value is None else value
 
 
@@ -153,6 +153,28 @@ def decide(model_config: Any) -> Decision:
     return decision
 
 
+def check_arguments(server_args: Any) -> None:
+    """Check the checkpoint's config and the table while SGLang resolves its arguments.
+
+    Does nothing for another architecture.
+
+    Raises:
+        Glm53Error: a config that gives garbage, or see `evaluate`.
+    """
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    from sglang_glm53.config import Glm53Config
+
+    model_config = model_config_of(server_args)
+    if not is_ours(model_config.hf_config):
+        return
+    view = resolving_view(server_args)
+    decision = evaluate(_situation(lambda name: getattr(view, name, None), model_config))
+    if decision.kind == RUNS:
+        Glm53Config.from_hf(model_config.hf_config)
+
+
 def situation_of(model_config: Any) -> Situation | None:
     """The situation of this process, or None before SGLang published its arguments."""
     from sglang.srt.runtime_context import get_context
@@ -161,10 +183,14 @@ def situation_of(model_config: Any) -> Situation | None:
         args = get_context().resolved_server_args_dict()
     except ValueError:
         return None
+    return _situation(args.get, model_config)
+
+
+def _situation(read: Callable[[str], Any], model_config: Any) -> Situation:
     return Situation(
-        args=args,
+        read=read,
         config=model_config.hf_config,
-        device=str(args.get("device") or "cuda").split(":")[0],
+        device=str(read("device") or "cuda").split(":")[0],
         dtype=str(model_config.dtype),
     )
 

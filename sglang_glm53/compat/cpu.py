@@ -104,9 +104,21 @@ def _hook_arguments(register: Callable[[str], Callable[[Any], Any]]) -> None:
 
 
 def _answer_for_the_gpu(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """SGLang asks the GPU's compute capability for every DSA model; a CPU has (0, 0)."""
+    """SGLang asks the GPU's compute capability for every DSA model; a CPU has (0, 0).
+
+    It also sets the cache of every DSA model to bfloat16 where the user named no dtype. Our pool
+    has an exact layout, and `--dtype float32` means exact.
+    """
+    import torch
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of
+
+    asked = resolving_view(server_args).kv_cache_dtype
     with _device_capability((0, 0)):
         previous(server_args)
+    config = model_config_of(server_args)
+    if asked == "auto" and config.dtype == torch.float32 and support.is_ours(config.hf_config):
+        declare_resolution(server_args, "sglang-glm53", kv_cache_dtype="auto")
 
 
 def _small_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
