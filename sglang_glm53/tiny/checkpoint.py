@@ -114,7 +114,7 @@ def _require_libraries() -> None:
             __import__(library)
         except ImportError as error:
             raise Glm53Error(
-                f"glm53 tiny: cannot import {library} ({error}); "
+                f"cannot import {library} ({error}); "
                 "use the environment that SGLang is installed in"
             ) from error
 
@@ -134,12 +134,12 @@ def _clear(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and made_with(folder) is None:
             raise Glm53Error(
-                f"glm53 tiny: {folder} holds something else than a tiny checkpoint; "
+                f"{folder} holds something else than a tiny checkpoint; "
                 "name a new or an empty folder"
             )
         for file in (folder / "config.json", *folder.glob("model*.safetensors*")):
             file.unlink(missing_ok=True)
     except OSError as error:
         raise Glm53Error(
-            f"glm53 tiny: cannot write to {folder}: {error.strerror}; name another folder"
+            f"cannot write to {folder}: {error.strerror}; name another folder"
         ) from error

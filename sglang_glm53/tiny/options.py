@@ -62,17 +62,13 @@ class TinyOptions:
         for name, low in least.items():
             value = getattr(self, name)
             if value < low:
-                raise Glm53Error(
-                    f"glm53 tiny: --{name.replace('_', '-')} is {value}; use at least {low}"
-                )
+                raise Glm53Error(f"--{name.replace('_', '-')} is {value}; use at least {low}")
         if self.hidden % 64:
-            raise Glm53Error(f"glm53 tiny: --hidden is {self.hidden}; use a multiple of 64")
+            raise Glm53Error(f"--hidden is {self.hidden}; use a multiple of 64")
         if self.dtype not in DTYPES:
-            raise Glm53Error(
-                f"glm53 tiny: --dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}"
-            )
+            raise Glm53Error(f"--dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
         if self.fp8 and self.dtype != "bfloat16":
-            raise Glm53Error("glm53 tiny: --fp8 goes with --dtype bfloat16; leave --dtype out")
+            raise Glm53Error("--fp8 goes with --dtype bfloat16; leave --dtype out")
 
 
 def indexer_types(layers: int) -> list[str]:

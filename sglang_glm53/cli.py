@@ -1,0 +1,70 @@
+"""The `glm53` command. Nothing heavy is imported before a subcommand needs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from sglang_glm53 import __version__
+from sglang_glm53.commands import demo, status, tiny
+from sglang_glm53.errors import Glm53Error
+
+COMMANDS = (demo, status, tiny)
+
+DESCRIPTION = """\
+GLM-5.3 in SGLang, served by this package's own model code.
+
+  glm53 demo                        serve a miniature GLM-5.3 here, on a CPU too, and ask it
+  glm53 status http://HOST:PORT     which classes serve on a running server
+  glm53 tiny DIR                    write the miniature checkpoint
+
+To serve a checkpoint, use SGLang's own command; installing this package is all it takes:
+  sglang serve --model-path DIR
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line and exit code 1, as all errors of ours are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(1, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="glm53",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-glm53 {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return the exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except Glm53Error as error:
+        print(f"glm53 {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"glm53 {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output is gone (`glm53 status URL | head -1`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"glm53 {args.command}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The subcommands of `glm53`: one module each, with `add_parser` and `run`."""

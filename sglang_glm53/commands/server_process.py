@@ -1,0 +1,189 @@
+"""A real `sglang serve` in a process group of its own: started, watched, stopped whole."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sglang_glm53.errors import PREFIX, Glm53Error
+
+REPORT_EVERY = 3.0  # seconds between two lines of progress
+STOP_WITHIN = 20.0  # seconds a server has to end by itself
+
+# What a line of SGLang's log says about the start, for those who do not know the log.
+PHASES = (
+    ("Load weight begin", "loading the weights"),
+    ("Load weight end", "weights loaded"),
+    ("KV Cache is allocated", "KV cache allocated"),
+    ("Memory pool end", "KV cache allocated"),
+    ("max_total_num_tokens", "scheduler is up"),
+    ("Started server process", "HTTP server is starting"),
+    ("Application startup complete", "HTTP server is up; first request warms the model up"),
+    ("The server is fired up", "ready"),
+)
+
+
+def free_port(host: str, wanted: int | None) -> int:
+    """`wanted` if nothing listens there, or a free port if it is None.
+
+    Raises:
+        Glm53Error: the port is taken.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted or 0))
+        except OSError as error:
+            raise Glm53Error(
+                f"port {wanted} on {host} cannot be used ({error.strerror}); "
+                "choose another with --port, or leave it out for a free one"
+            ) from error
+        return probe.getsockname()[1]
+
+
+def sglang_command() -> list[str]:
+    """The `sglang` command of the environment that this runs in.
+
+    Raises:
+        Glm53Error: SGLang is not installed there.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        raise Glm53Error(
+            f"SGLang is not installed for {sys.executable}; "
+            "run `pip install sglang==0.5.23` in this environment"
+        )
+    script = Path(sys.executable).with_name("sglang")
+    if script.exists():
+        return [str(script)]
+    return [sys.executable, "-c", "from sglang.cli.main import main; main()"]
+
+
+class Server:
+    """One `sglang serve`; its output goes to a log file. `stop()` leaves no process behind."""
+
+    def __init__(self, arguments: Sequence[str], *, url: str, log: Path) -> None:
+        self.url = url
+        self.log = log
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the process; `wait_ready` waits for the server in it."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*sglang_command(), "serve", *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+
+    def wait_ready(self, timeout: float, report: Callable[[float, str], None]) -> float:
+        """Wait until requests are answered; call `report(seconds, doing)` every few seconds.
+
+        Returns:
+            Seconds that the start took.
+
+        Raises:
+            Glm53Error: the server ended, or was not ready in time; one line with the log's path.
+        """
+        assert self._process is not None, "not started"
+        began = reported = time.monotonic()
+        while True:
+            seconds = time.monotonic() - began
+            code = self._process.poll()
+            if code is not None:
+                raise Glm53Error(f"the server {_ended(code)} while starting: {self._last_words()}")
+            if self._answers():
+                return seconds
+            if seconds > timeout:
+                raise Glm53Error(
+                    f"the server was not ready after {timeout:.0f} s, last: {self.doing()}; "
+                    f"wait longer with --timeout; its log: {self.log}"
+                )
+            if time.monotonic() - reported >= REPORT_EVERY:
+                reported = time.monotonic()
+                report(seconds, self.doing())
+            time.sleep(0.25)
+
+    def check_alive(self) -> None:
+        """Raise Glm53Error if the server has ended."""
+        assert self._process is not None, "not started"
+        code = self._process.poll()
+        if code is not None:
+            raise Glm53Error(f"the server {_ended(code)}: {self._last_words()}")
+
+    def doing(self) -> str:
+        """What the log says last, in words where we have some."""
+        lines = self._lines()
+        for line in reversed(lines):
+            for mark, words in PHASES:
+                if mark in line:
+                    return words
+        return _shorten(lines[-1]) if lines else "importing SGLang"
+
+    def stop(self) -> None:
+        """End the server: SIGTERM, after a while SIGKILL to whatever of its group is left."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_WITHIN)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # nobody is left
+        self._process.wait()
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return response.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _lines(self) -> list[str]:
+        with self.log.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - 65536))
+            text = log.read().decode(errors="replace")
+        return [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+
+    def _last_words(self) -> str:
+        """The line of the log that says best why the server ended, and the log's path."""
+        lines = self._lines()
+        ours = [line for line in lines if line.startswith(PREFIX)]
+        errors = [line for line in lines if re.match(r"\s*[\w.]*(Error|Exception)\b", line)]
+        why = (ours or errors or lines or ["it wrote nothing"])[-1]
+        return f"{_shorten(why.removeprefix(PREFIX), 300)}; its log: {self.log}"
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by signal {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _shorten(line: str, limit: int = 100) -> str:
+    line = re.sub(r"^\[\d{4}-\d\d-\d\d [^\]]*\]\s*", "", line.strip())  # the log's time stamp
+    return line if len(line) <= limit else line[: limit - 3] + "..."
