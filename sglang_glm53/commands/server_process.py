@@ -20,17 +20,22 @@ from sglang_glm53.errors import PREFIX, Glm53Error
 REPORT_EVERY = 3.0  # seconds between two lines of progress
 STOP_WITHIN = 20.0  # seconds a server has to end by itself
 
-# What a line of SGLang's log says about the start, for those who do not know the log.
+# What a line of SGLang's log says about the start, for those who do not know the log. The last
+# line that one of these marks matches is shown.
 PHASES = (
+    ("server_args=", "arguments read"),
+    ("Auto-detected template", "starting the scheduler process, which imports the model"),
     ("Load weight begin", "loading the weights"),
     ("Load weight end", "weights loaded"),
     ("KV Cache is allocated", "KV cache allocated"),
     ("Memory pool end", "KV cache allocated"),
     ("max_total_num_tokens", "scheduler is up"),
     ("Started server process", "HTTP server is starting"),
-    ("Application startup complete", "HTTP server is up; first request warms the model up"),
+    ("Application startup complete", "HTTP server is up; a first request warms the model up"),
     ("The server is fired up", "ready"),
 )
+# Lines that say best themselves what goes on: shards, graphs, kernels being compiled.
+PROGRESS = re.compile(r"\d+%|Captur|[Cc]ompil|[Dd]ownload|[Ww]arm")
 
 
 def free_port(host: str, wanted: int | None) -> int:
@@ -121,7 +126,7 @@ class Server:
             if time.monotonic() - reported >= REPORT_EVERY:
                 reported = time.monotonic()
                 report(seconds, self.doing())
-            time.sleep(0.25)
+            time.sleep(0.5)
 
     def check_alive(self) -> None:
         """Raise Glm53Error if the server has ended."""
@@ -132,12 +137,13 @@ class Server:
 
     def doing(self) -> str:
         """What the log says last, in words where we have some."""
-        lines = self._lines()
-        for line in reversed(lines):
+        for line in reversed(self._lines()):
             for mark, words in PHASES:
                 if mark in line:
                     return words
-        return _shorten(lines[-1]) if lines else "importing SGLang"
+            if PROGRESS.search(line) and "warnings.warn" not in line:
+                return _shorten(line)
+        return "importing SGLang"
 
     def stop(self) -> None:
         """End the server: SIGTERM, after a while SIGKILL to whatever of its group is left."""
