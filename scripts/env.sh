@@ -60,8 +60,8 @@ install_project() { # python
     2>/dev/null || isolation=
   say "installing this checkout and its test tools"
   # shellcheck disable=SC2086
-  "$1" -m pip install --quiet --disable-pip-version-check $isolation -e '.[dev]' >&2 \
-    || die "pip could not install this checkout; its message is above"
+  "$1" -m pip install --disable-pip-version-check $isolation -e '.[dev]' >"$folder/.pip.log" 2>&1 \
+    || { cat "$folder/.pip.log" >&2; die "pip could not install this checkout; see above"; }
 }
 
 active=$(command -v python3 || true)
