@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
     from sglang_glm53.memory.pool import GlmTokenToKVPool
 
-# fp32 values that a temporary of one chunk may hold (32 MiB).
-CHUNK_VALUES = 8 << 20
+# fp32 values that the largest temporary of one chunk holds, where one row does not need more:
+# products of queries and index keys (16 MiB), and gathered latents (4 MiB, which stay in the cache
+# of a CPU core while they are read three times).
+SCORE_VALUES = 4 << 20
+LATENT_VALUES = 1 << 20
 
 
 @dataclass
@@ -145,7 +148,7 @@ class TorchDsaBackend(AttentionBackend):
             # kv_len ascends by one inside the segment and ends at segment.kv_len.
             start = max(segment.start, segment.end - (segment.kv_len - k))
             keys, scales = self.token_to_kv_pool.get_index_pages(layer_id, self._pages(segment))
-            step = max(1, CHUNK_VALUES // (gates.shape[1] * segment.kv_len))
+            step = max(1, SCORE_VALUES // (gates.shape[1] * segment.kv_len))
             for first in range(start, end, step):
                 last = min(first + step, end)
                 seen = segment.kv_len - (segment.end - last)
@@ -240,7 +243,7 @@ class TorchDsaBackend(AttentionBackend):
             return out.flatten(1)
         slots, missing = self._slots(topk_indices, rows, count)
         latents = self.token_to_kv_pool.get_key_buffer(layer.layer_id).flatten(1)
-        step = max(1, CHUNK_VALUES // (slots.shape[1] * latents.shape[1]))
+        step = max(1, LATENT_VALUES // (slots.shape[1] * latents.shape[1]))
         for first in range(0, count, step):
             chunk = slice(first, min(first + step, count))
             latent = latents.index_select(0, slots[chunk].reshape(-1)).float()
@@ -277,7 +280,7 @@ class TorchDsaBackend(AttentionBackend):
             keys = k[kv].permute(1, 2, 0).float()
             values = v[kv].transpose(0, 1).float()
             end = min(segment.end, q.shape[0])
-            step = max(1, CHUNK_VALUES // (heads * segment.kv_len))
+            step = max(1, SCORE_VALUES // (heads * segment.kv_len))
             for first in range(segment.start, end, step):
                 chunk = slice(first, min(first + step, end))
                 logits = torch.bmm(q[chunk].transpose(0, 1).float(), keys).mul_(layer.scaling)

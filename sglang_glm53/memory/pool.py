@@ -41,6 +41,23 @@ def quantise_index_key(key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
 
 
+def fp8_values(stored: torch.Tensor) -> torch.Tensor:
+    """The values of FP8 (e4m3) bytes, fp32 of the same shape; exact.
+
+    torch converts FP8 one value at a time on a CPU; this is about ten times faster. A byte's
+    exponent and mantissa are put where fp32 has its own, which gives the value times 2 ** -120 (the
+    difference of the exponents' offsets), subnormals included. NaN (0x7f), which nothing here
+    stores, would read as 480.
+
+    Args:
+        stored: uint8, any shape.
+    """
+    bits = stored.view(torch.int8).to(torch.int32)
+    # The sign was extended to the left by the line above: keep it, and the seven bits below 27.
+    bits = bits.bitwise_left_shift_(20).bitwise_and_(0x87F00000 - (1 << 32))
+    return bits.view(torch.float32).mul_(2.0**120)
+
+
 class GlmIndexKeyCache(IndexKeyCache):
     """Index keys, paged, in either layout.
 
@@ -167,8 +184,7 @@ class GlmTokenToKVPool(DSATokenToKVPool):
         keys, scales = cache.keys(layer), cache.scales(layer)
         if scales is None:
             return keys[page, offset]
-        key = keys[page, offset].view(torch.float8_e4m3fn).float()
-        return key.mul_(scales[page, offset].unsqueeze(-1))
+        return fp8_values(keys[page, offset]).mul_(scales[page, offset].unsqueeze(-1))
 
     def get_index_pages(
         self, layer_id: int, pages: torch.Tensor | slice
@@ -191,8 +207,7 @@ class GlmTokenToKVPool(DSATokenToKVPool):
         if scales is None:
             return keys.reshape(-1, cache.page.head_dim), None
         scales = scales[pages] if isinstance(pages, slice) else scales.index_select(0, pages)
-        keys = keys.reshape(-1, cache.page.head_dim).view(torch.float8_e4m3fn).float()
-        return keys, scales.reshape(-1)
+        return fp8_values(keys).view(-1, cache.page.head_dim), scales.reshape(-1)
 
     def _wait_for_layer(self, layer_id: int) -> None:
         if self.layer_transfer_counter is not None:

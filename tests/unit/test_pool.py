@@ -12,7 +12,7 @@ from dsa_fakes import PAGE, make_pool, single_rank  # noqa: F401
 from sglang_glm53.memory import page as layout
 from sglang_glm53.memory import pool as pool_module
 from sglang_glm53.memory.page import IndexPage
-from sglang_glm53.memory.pool import count_exact_index_bytes, quantise_index_key
+from sglang_glm53.memory.pool import count_exact_index_bytes, fp8_values, quantise_index_key
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["exact", "real"])
 LAYER = SimpleNamespace(layer_id=0)
@@ -99,6 +99,16 @@ def test_quantisation_survives_extreme_keys() -> None:
     assert fp8.float().isfinite().all()
     assert scale[0] == scale[2] == torch.tensor(1e-4) / 448
     assert scale[1].isfinite() and (fp8[1].float() == 448).all()
+
+
+def test_every_fp8_byte_has_its_value() -> None:
+    stored = torch.arange(256, dtype=torch.uint8)
+    expected = stored.view(torch.float8_e4m3fn).float()
+    numbers = expected.isfinite()
+    assert numbers.sum() == 254
+    assert torch.equal(fp8_values(stored)[numbers], expected[numbers])
+    grid = stored.view(2, 8, 16)[:, :, ::2]
+    assert torch.equal(fp8_values(grid), fp8_values(grid.contiguous()))
 
 
 # Reads and writes

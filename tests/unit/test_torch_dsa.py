@@ -100,7 +100,8 @@ def test_pages_in_any_order(ordered: bool) -> None:
 def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for values in (1 << 23, 5_000, 1):
-        monkeypatch.setattr(torch_dsa, "CHUNK_VALUES", values)
+        monkeypatch.setattr(torch_dsa, "SCORE_VALUES", values)
+        monkeypatch.setattr(torch_dsa, "LATENT_VALUES", values)
         world = World([90, 70])
         batch = build(world, "EXTEND", [90, 33])
         q, gates, q_nope, q_rope = inputs(world, 123)
@@ -345,7 +346,8 @@ def test_a_row_that_selects_nothing_gives_zeros() -> None:
 
 def test_large_prefill_stays_within_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # 2,000 rows by 2,000 tokens by 4 heads would be 16 M values in one piece.
-    monkeypatch.setattr(torch_dsa, "CHUNK_VALUES", 1 << 20)
+    monkeypatch.setattr(torch_dsa, "SCORE_VALUES", 1 << 20)
+    monkeypatch.setattr(torch_dsa, "LATENT_VALUES", 1 << 20)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
