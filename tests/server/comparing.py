@@ -19,17 +19,21 @@ NEAR_TIE_SHARE = 0.01  # of all positions
 
 
 def random_prompt(vocabulary: int, length: int, seed: int) -> list[int]:
-    """``length`` random token ids."""
+    """``length`` random token ids.
+
+    The vocabulary's last id is left out: SGLang reports token 0's log-probability for it.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, vocabulary, (length,), generator=generator).tolist()
+    return torch.randint(0, vocabulary - 1, (length,), generator=generator).tolist()
 
 
 @dataclass
 class Tally:
     """Counts over many positions; ``check`` applies the limits."""
 
-    positions: int = 0
-    near_ties: int = 0
+    positions: int = 0  # whose sets were compared
+    near_ties: int = 0  # of these
+    compared: int = 0  # log-probabilities
     worst: float = 0.0
     worst_near_tie: float = 0.0
     failures: list[str] = field(default_factory=list)
@@ -39,9 +43,8 @@ class Tally:
         for position, value in answer.logprobs.items():
             row = position - 1  # the row that predicts this token
             delta = abs(value - float(trace.logprobs[row]))
-            self.positions += 1
+            self.compared += 1
             if float(trace.gap[row]) < NEAR_TIE:
-                self.near_ties += 1
                 self.worst_near_tie = max(self.worst_near_tie, delta)
                 limit = NEAR_TIE_TOLERANCE
             else:
@@ -54,6 +57,8 @@ class Tally:
         """Each layer's selected set against the reference's; near ties may differ."""
         n = recording.length
         clear = trace.gap[:n] >= NEAR_TIE
+        self.positions += n
+        self.near_ties += int((~clear).sum())
         selecting = recording.layers("select")
         sparse = [i for i in recording.layers("attend") if not recording.dense_rows(i).all()]
         if sparse:
@@ -75,8 +80,9 @@ class Tally:
     def check(self) -> None:
         """Fails with every deviation; prints the figures."""
         print(
-            f"{self.positions} positions, largest |delta| {self.worst:.2e}; "
-            f"{self.near_ties} near ties, there {self.worst_near_tie:.2e}"
+            f"{self.compared} log-probabilities, largest |delta| {self.worst:.2e}; "
+            f"{self.near_ties} near ties in {self.positions} positions, "
+            f"there {self.worst_near_tie:.2e}"
         )
         assert not self.failures, f"{len(self.failures)} deviations:\n" + "\n".join(
             self.failures[:20]

@@ -31,6 +31,7 @@ def reference() -> Callable[..., Reference]:
     import torch
     from reference.hf import Reference
 
+    torch.set_num_threads(1)  # the server needs the cores more
     loaded: dict[Any, Reference] = {}
 
     def load(path: Path, dtype: torch.dtype = torch.float32) -> Reference:

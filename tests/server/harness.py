@@ -19,7 +19,7 @@ import psutil
 import requests
 import torch
 
-READY_SECONDS = 240
+READY_SECONDS = 420
 STOP_SECONDS = 60
 
 
@@ -125,7 +125,8 @@ class Server:
 
     def tail(self, lines: int = 60) -> str:
         """The end of the log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        text = self.log.read_text(errors="replace").splitlines()[-lines:]
+        return "\n".join(line[:400] for line in text)
 
     def stop(self) -> int:
         """SIGTERM, wait, exit code; whatever is left of the process group is killed."""

@@ -102,14 +102,14 @@ def test_prefix_cache_hit(held: Callable[..., Held], prompts: list[list[int]]) -
 
 
 def test_hit_inside_a_longer_sequence(held: Callable[..., Held], prompts: list[list[int]]) -> None:
-    """A prompt that shares its first 128 tokens with a cached one and then differs."""
+    """A prompt that shares its first 320 tokens with a cached one and then differs."""
     run = held()
-    shared, other = prompts[LENGTHS.index(200)], prompts[LENGTHS.index(65)]
+    shared, other = prompts[LENGTHS.index(700)], prompts[LENGTHS.index(200)]
     run.server.flush()
     run.server.generate([shared], NEW)
-    (answer,) = run.server.generate([shared[:128] + other], NEW, logprob_start=128)
-    assert answer.cached == 128
-    run.hold(answer, "branch", logprobs_from=128)
+    (answer,) = run.server.generate([shared[:320] + other], NEW, logprob_start=320)
+    assert answer.cached == 320
+    run.hold(answer, "branch", logprobs_from=320)
     run.tally.check()
 
 
