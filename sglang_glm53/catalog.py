@@ -1,7 +1,7 @@
 """The catalog of SGLang symbols that this package wraps, replaces or sets (patches/catalog.yaml).
 
-Nothing in the package changes SGLang except through `wrap`, `replace` and `instance_hook`, and each
-of them asks the catalog for the symbol's row first: a change without a row is an error. Before a
+Nothing in the package changes SGLang except through `wrap` and `on_load`, and both ask the catalog
+for the symbol's row first: a change without a row is an error. Before a
 change is made, the row is held against the loaded symbol; at registration every row is held against
 the source of the installed SGLang without importing it. A missing symbol or a changed signature
 raises with that row's line.
@@ -37,9 +37,9 @@ class Row:
     Attributes:
         symbol: "package.module:Name" or "package.module:Class.method"; for kind "module" the
             module alone.
-        kind: wrap (called round the original), hook (a public hook of SGLang), instance (set on one object), item (an
-            entry of a dict), subclass (a class of ours overrides it), module (stands in when the
-            real one does not import).
+        kind: wrap (called round the original), hook (a public hook of SGLang), instance (set on one
+            object), item (an entry of a dict), subclass (a class of ours overrides it), module
+            (stands in when the real one does not import).
         parameters: names of parameters that we rely on, each of which the callable must take.
         versions: SGLang versions that the row is for; empty: all supported ones.
     """

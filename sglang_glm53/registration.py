@@ -1,8 +1,8 @@
 """What happens in a process of SGLang because this package is installed, in order.
 
-`prepare_process` runs while SGLang is being imported (see host.py), `register_all` when SGLang loads
-its plugins (see plugin.py). Both only set hooks and return: the model code is imported when SGLang
-imports its own model registry, and nothing in processes that have none.
+`prepare_process` runs while SGLang is being imported (see host.py), `register_all` when SGLang
+loads its plugins (see plugin.py). Both only set hooks and return: the model code is imported when
+SGLang imports its own model registry, and not at all in processes that have none.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ def prepare_process() -> None:
 
     if cpu.has_no_gpu():
         cpu.prepare()
+    guard_architecture()
+
+
+def guard_architecture() -> None:
+    """Verify, wherever SGLang resolves a model class in this process, that it is ours."""
     catalog.wrap("sglang.srt.model_loader.utils:get_model_architecture", _guarded_architecture)
 
 
@@ -46,7 +51,7 @@ def register_all() -> None:
     catalog.check_sources()
     if cpu.has_no_gpu():
         cpu.cure()
-    catalog.on_load("sglang.srt.models.registry:ModelRegistry", _register_models)
+    catalog.on_load("sglang.srt.models.registry:_ModelRegistry.register", _register_models)
     catalog.on_load("sglang.srt.platforms.interface:SRTPlatform.get_kv_pool_cls", _hook_pool)
     catalog.on_load(
         "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", _hook_last_check
@@ -67,9 +72,11 @@ def _hook_last_check(register: Any) -> None:
             failed(error, doing="checking the configuration")
 
 
-def _register_models(registry: Any) -> None:
+def _register_models(_: Any) -> None:
+    from sglang.srt.models.registry import ModelRegistry
+
     try:
-        registry.register(MODELS, overwrite=True, strict=True)
+        ModelRegistry.register(MODELS, overwrite=True, strict=True)
     except Exception as error:
         failed(error, doing="importing the model classes")
 
@@ -112,12 +119,15 @@ def _checked(model_class: type, name: str, model_config: Any) -> type:
     if degraded() is not None:
         return support.stock_class(name)
     if not model_class.__module__.startswith("sglang_glm53."):
-        why = "" if _registered else (
-            ": SGLang did not run the plugin (SGLANG_PLUGINS or SGLANG_PLATFORM leaves glm53 out?)"
+        cause = (
+            "another plugin registered it later; leave that plugin out (SGLANG_PLUGINS=glm53)"
+            if _registered
+            else "SGLang did not run our plugin; add glm53 to SGLANG_PLUGINS and unset "
+            "SGLANG_PLATFORM, or uninstall sglang-glm53"
         )
         raise Glm53Error(
-            f"{name} resolves to {model_class.__module__}.{model_class.__qualname__}, not to "
-            f"sglang-glm53's class{why}"
+            f"{name} would be served by {model_class.__module__}.{model_class.__qualname__}: "
+            f"{cause} (GLM53_ON_ERROR=stock serves that class)"
         )
     decision = support.decide(model_config)
     if decision.kind == support.RUNS:

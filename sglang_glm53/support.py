@@ -69,13 +69,210 @@ class Decision:
     rows: tuple[Feature, ...] = ()
 
 
+def _on_cpu(s: Situation) -> bool:
+    return s.device == "cpu"
+
+
+def _on_gpu(s: Situation) -> bool:
+    return s.device != "cpu"
+
+
+def _quant_method(s: Situation) -> str | None:
+    """The checkpoint's quantization method, as its config names it."""
+    declared = getattr(s.config, "quantization_config", None) or {}
+    return declared.get("quant_method") if isinstance(declared, dict) else None
+
+
+def _other_quantization(s: Situation) -> bool:
+    asked = s.get("quantization")
+    return (asked not in (None, "fp8")) or _quant_method(s) not in (None, "fp8")
+
+
+def _other_fp8_blocks(s: Situation) -> bool:
+    declared = getattr(s.config, "quantization_config", None) or {}
+    if _quant_method(s) != "fp8":
+        return s.get("quantization") == "fp8"  # quantised while it is loaded
+    return list(declared.get("weight_block_size") or ()) != [128, 128]
+
+
+def _other_backend(s: Situation) -> bool:
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    return any(s.get(name) not in (None, "torch_native") for name in names)
+
+
+_CPU_ADVICE = "leave the option out"
+_STOCK_ADVICE = "leave the option out to serve our classes"
+
+# The first row that is refused, or else the first that stands down, is the one that is told.
 FEATURES: tuple[Feature, ...] = (
+    # --- what runs -------------------------------------------------------------------------
     Feature(
-        "gpu",
-        lambda s: s.device != "cpu" and os.environ.get("GLM53_ATTENTION") != "torch",
+        "tensor parallelism",
+        lambda s: s.get("tp_size", 1) > 1,
+        RUNS,
+        "tested with 2 ranks on a CPU",
+        "--tp-size N",
+    ),
+    Feature(
+        "attention data parallelism",
+        lambda s: s.get("attn_dp_size", 1) > 1 or bool(s.get("enable_dp_attention")),
+        RUNS,
+        "tested with 2 ranks on a CPU",
+        "--attn-dp-size N (SGLang 0.5.22: --enable-dp-attention --dp-size N)",
+    ),
+    Feature(
+        "MTP speculation",
+        lambda s: s.get("speculative_algorithm") in ("EAGLE", "NEXTN"),
+        RUNS,
+        "the checkpoint's MTP layer drafts a chain of tokens",
+        "--speculative-algorithm EAGLE --speculative-num-steps N --speculative-eagle-topk 1",
+    ),
+    Feature(
+        "FP8 checkpoint",
+        lambda s: _quant_method(s) == "fp8",
+        RUNS,
+        "on a CPU the blocks of 128 x 128 are dequantised while they are loaded",
+        "--dtype bfloat16",
+    ),
+    Feature(
+        "indexer selections in the answer",
+        lambda s: bool(s.get("enable_return_indexer_topk")),
+        RUNS,
+        "positions inside the request",
+        "--enable-return-indexer-topk",
+    ),
+    # --- what stands down to SGLang's own class -------------------------------------------
+    Feature(
+        "GPU",
+        lambda s: _on_gpu(s) and os.environ.get("GLM53_ATTENTION") != "torch",
         STANDS_DOWN,
-        "this release has no GPU kernels; its attention is plain torch",
-        "serve on a CPU, or set GLM53_ATTENTION=torch to run the torch attention on the GPU",
+        "this release has no GPU kernels",
+        "serve on a CPU, or set GLM53_ATTENTION=torch to run our plain-torch attention on the GPU",
+    ),
+    Feature(
+        "LoRA",
+        lambda s: bool(s.get("enable_lora") or s.get("lora_paths")),
+        STANDS_DOWN,
+        "our layers take no adapters",
+        _STOCK_ADVICE,
+    ),
+    Feature(
+        "two-batch overlap",
+        lambda s: bool(s.get("enable_two_batch_overlap") or s.get("enable_single_batch_overlap")),
+        STANDS_DOWN,
+        "our layers run a batch as one",
+        _STOCK_ADVICE,
+    ),
+    Feature(
+        "context parallelism",
+        lambda s: (
+            s.get("dcp_size", 1) > 1 or s.get("attn_cp_size", 1) > 1 or s.get("enable_prefill_cp")
+        ),
+        STANDS_DOWN,
+        "our attention reads the whole sequence on each rank",
+        _STOCK_ADVICE,
+    ),
+    Feature(
+        "pipeline parallelism",
+        lambda s: s.get("pp_size", 1) > 1,
+        STANDS_DOWN,
+        "not tested with our classes",
+        _STOCK_ADVICE,
+    ),
+    Feature(
+        "expert parallelism",
+        lambda s: (
+            s.get("ep_size", 1) > 1
+            or s.get("moe_a2a_backend", "none") != "none"
+            or s.get("enable_eplb")
+        ),
+        STANDS_DOWN,
+        "not tested with our classes",
+        _STOCK_ADVICE,
+    ),
+    Feature(
+        "hierarchical cache",
+        lambda s: bool(
+            s.get("enable_hierarchical_cache")
+            or s.get("enable_hisparse")
+            or s.get("enable_lmcache")
+            or s.get("enable_flexkv")
+            or s.get("enable_unified_cache_external_linker")
+        ),
+        STANDS_DOWN,
+        "our pool is not copied to another tier",
+        _STOCK_ADVICE,
+    ),
+    Feature(
+        "disaggregated prefill and decode",
+        lambda s: s.get("disaggregation_mode", "null") != "null",
+        STANDS_DOWN,
+        "our pool is not transferred between servers",
+        _STOCK_ADVICE,
+    ),
+    Feature(
+        "another quantization",
+        _other_quantization,
+        STANDS_DOWN,
+        "our loader reads BF16 and FP8 in blocks of 128 x 128",
+        "serve the BF16 or the FP8 checkpoint",
+    ),
+    Feature(
+        "another FP8 scheme",
+        _other_fp8_blocks,
+        STANDS_DOWN,
+        "our loader reads FP8 in blocks of 128 x 128, as the checkpoint declares them",
+        "serve the BF16 checkpoint without --quantization, or FP8 with weight_block_size [128, 128]",
+    ),
+    # --- what is refused ------------------------------------------------------------------
+    Feature(
+        "FP8 checkpoint in float32",
+        lambda s: _quant_method(s) == "fp8" and s.dtype == "torch.float32",
+        REFUSED,
+        "SGLang's FP8 method has no float32 activations",
+        "serve it with --dtype bfloat16",
+    ),
+    Feature(
+        "float16",
+        lambda s: s.dtype == "torch.float16",
+        REFUSED,
+        "the model's activations leave float16's range",
+        "serve it with --dtype bfloat16, or --dtype float32 on a CPU",
+    ),
+    Feature(
+        "FP8 cache on a CPU",
+        lambda s: _on_cpu(s) and str(s.get("kv_cache_dtype", "auto")).startswith(("fp8", "mxfp8")),
+        REFUSED,
+        "SGLang's CPU engine keeps no FP8 latents",
+        f"{_CPU_ADVICE}: the cache is bfloat16, and exact with --dtype float32",
+    ),
+    Feature(
+        "another attention backend on a CPU",
+        lambda s: _on_cpu(s) and _other_backend(s),
+        REFUSED,
+        "only torch_native selects tokens by the indexer there",
+        f"{_CPU_ADVICE}, or give --attention-backend torch_native",
+    ),
+    Feature(
+        "compiled model on a CPU",
+        lambda s: _on_cpu(s) and bool(s.get("enable_torch_compile")),
+        REFUSED,
+        "our reference attention is not traced by torch.compile",
+        _CPU_ADVICE,
+    ),
+    Feature(
+        "another speculative algorithm on a CPU",
+        lambda s: _on_cpu(s) and s.get("speculative_algorithm") not in (None, "EAGLE", "NEXTN"),
+        REFUSED,
+        "only the checkpoint's own MTP layer drafts there",
+        "use --speculative-algorithm EAGLE",
+    ),
+    Feature(
+        "tree of drafts on a CPU",
+        lambda s: _on_cpu(s) and s.get("speculative_eagle_topk", 1) > 1,
+        REFUSED,
+        "the reference attention verifies a chain",
+        "use --speculative-eagle-topk 1",
     ),
 )
 
