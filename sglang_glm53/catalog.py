@@ -157,8 +157,7 @@ def source_problem(row: Row) -> str | None:
     path = _source_path(row.module)
     if path is None:
         return f"module {row.module} is missing"
-    source = path.read_text(encoding="utf-8")
-    node = _find_definition(source, row.path)
+    node = _find_definition(_source_of(path), row.path)
     if node is None:
         return "symbol is missing"
     if row.parameters and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -210,6 +209,11 @@ def _source_path(module: str) -> Path | None:
     return None
 
 
+@functools.lru_cache(maxsize=4)
+def _source_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
 def _find_definition(source: str, path: tuple[str, ...]) -> ast.AST | None:
     """The top-level definition (or assignment) that `path` leads to, parsing as little as we can.
 
@@ -245,8 +249,14 @@ def _names_of(node: ast.AST) -> set[str]:
     return set()
 
 
+@functools.lru_cache(maxsize=4)
+def _lines_of(source: str) -> list[str]:
+    return source.splitlines(keepends=True)
+
+
+@functools.lru_cache(maxsize=8)
 def _top_level_block(source: str, name: str) -> str | None:
-    lines = source.splitlines(keepends=True)
+    lines = _lines_of(source)
     heads = (f"def {name}(", f"async def {name}(", f"class {name}(", f"class {name}:")
     start = next(
         (

@@ -53,6 +53,11 @@ def register_all() -> None:
         cpu.cure()
     catalog.on_load("sglang.srt.models.registry:_ModelRegistry.register", _register_models)
     catalog.on_load("sglang.srt.platforms.interface:SRTPlatform.get_kv_pool_cls", _hook_pool)
+    catalog.wrap(
+        "sglang.srt.model_executor.pool_configurator:"
+        "DefaultPoolConfigurator._compute_dsa_indexer_cell_size",
+        _count_exact_bytes,
+    )
     catalog.on_load(
         "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", _hook_last_check
     )
@@ -96,6 +101,17 @@ def _hook_pool(original: Any) -> None:
     current_platform.get_kv_pool_cls = get_kv_pool_cls
 
 
+def _count_exact_bytes(original: Any) -> Any:
+    def _compute_dsa_indexer_cell_size(self: Any, **kwargs: Any) -> int:
+        if not support.serves_our_model():
+            return original(self, **kwargs)
+        from sglang_glm53.memory.pool import count_exact_index_bytes
+
+        return count_exact_index_bytes(original)(self, **kwargs)
+
+    return _compute_dsa_indexer_cell_size
+
+
 def _guarded_architecture(original: Any) -> Any:
     def get_model_architecture(model_config: Any) -> tuple[type, str]:
         model_class, name = original(model_config)
@@ -137,4 +153,3 @@ def _checked(model_class: type, name: str, model_config: Any) -> type:
             cpu.run_eagerly()
         return model_class
     return support.stock_class(name)
-

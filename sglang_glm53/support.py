@@ -222,7 +222,7 @@ FEATURES: tuple[Feature, ...] = (
         _other_fp8_blocks,
         STANDS_DOWN,
         "our loader reads FP8 in blocks of 128 x 128, as the checkpoint declares them",
-        "serve the BF16 checkpoint without --quantization, or FP8 with weight_block_size [128, 128]",
+        "serve BF16 without --quantization, or FP8 with weight_block_size [128, 128]",
     ),
     # --- what is refused ------------------------------------------------------------------
     Feature(
