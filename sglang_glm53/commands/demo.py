@@ -70,11 +70,12 @@ def run(args: argparse.Namespace) -> int:
         server.start()
         seconds = server.wait_ready(args.timeout, lambda s, doing: say(f"  {s:4.0f} s  {doing}"))
         say(f"ready after {seconds:.0f} s")
-        show(server, args)
+        try:
+            show(server, args)
+        except Glm53Error:
+            server.check_alive()  # a server that died is the better explanation
+            raise
         keep = args.keep
-    except Glm53Error:
-        server.check_alive()  # a server that died is the better explanation
-        raise
     finally:
         if not keep:
             server.stop()

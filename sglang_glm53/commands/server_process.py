@@ -17,22 +17,22 @@ from pathlib import Path
 
 from sglang_glm53.errors import PREFIX, Glm53Error
 
-REPORT_EVERY = 3.0  # seconds between two lines of progress
+REPORT_EVERY = 3.0  # seconds between two lines of progress, three times that if nothing is new
 STOP_WITHIN = 20.0  # seconds a server has to end by itself
 
 # What a line of SGLang's log says about the start, for those who do not know the log. The last
 # line that one of these marks matches is shown.
 PHASES = (
-    ("server_args=", "arguments read"),
+    ("server_args=", "reading arguments"),
     ("Auto-detected template", "starting the scheduler process, which imports the model"),
     ("Load weight begin", "loading the weights"),
-    ("Load weight end", "weights loaded"),
-    ("KV Cache is allocated", "KV cache allocated"),
-    ("Memory pool end", "KV cache allocated"),
-    ("max_total_num_tokens", "scheduler is up"),
-    ("Started server process", "HTTP server is starting"),
-    ("Application startup complete", "HTTP server is up; a first request warms the model up"),
-    ("The server is fired up", "ready"),
+    ("Load weight end", "done with the weights"),
+    ("KV Cache is allocated", "allocating the KV cache"),
+    ("Memory pool end", "allocating the KV cache"),
+    ("max_total_num_tokens", "starting the HTTP server"),
+    ("Started server process", "starting the HTTP server"),
+    ("Application startup complete", "warming up with a first request"),
+    ("The server is fired up", "ready to answer"),
 )
 # Lines that say best themselves what goes on: shards, graphs, kernels being compiled.
 PROGRESS = re.compile(r"\d+%|Captur|[Cc]ompil|[Dd]ownload|[Ww]arm")
@@ -44,6 +44,8 @@ def free_port(host: str, wanted: int | None) -> int:
     Raises:
         Glm53Error: the port is taken.
     """
+    if wanted is not None and not 0 < wanted < 65536:
+        raise Glm53Error(f"port {wanted} does not exist; give --port a number from 1 to 65535")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -111,6 +113,7 @@ class Server:
         """
         assert self._process is not None, "not started"
         began = reported = time.monotonic()
+        last = ""
         while True:
             seconds = time.monotonic() - began
             code = self._process.poll()
@@ -120,20 +123,24 @@ class Server:
                 return seconds
             if seconds > timeout:
                 raise Glm53Error(
-                    f"the server was not ready after {timeout:.0f} s, last: {self.doing()}; "
+                    f"the server was not ready after {timeout:.0f} s, it was {self.doing()}; "
                     f"wait longer with --timeout; its log: {self.log}"
                 )
-            if time.monotonic() - reported >= REPORT_EVERY:
-                reported = time.monotonic()
-                report(seconds, self.doing())
+            doing = self.doing()
+            pause = 3 * REPORT_EVERY if doing == last else REPORT_EVERY
+            if time.monotonic() - reported >= pause:
+                reported, last = time.monotonic(), doing
+                report(seconds, doing)
             time.sleep(0.5)
 
     def check_alive(self) -> None:
-        """Raise Glm53Error if the server has ended."""
+        """Raise Glm53Error if the server has ended, or is about to."""
         assert self._process is not None, "not started"
-        code = self._process.poll()
-        if code is not None:
-            raise Glm53Error(f"the server {_ended(code)}: {self._last_words()}")
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return
+        raise Glm53Error(f"the server {_ended(code)}: {self._last_words()}")
 
     def doing(self) -> str:
         """What the log says last, in words where we have some."""

@@ -1,0 +1,340 @@
+"""The `glm53` command: help, errors in one line, and a demo that leaves no process behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_glm53 import __version__, cli
+from sglang_glm53.commands import chat, demo, server_process
+from sglang_glm53.commands.server_process import Server
+from sglang_glm53.errors import Glm53Error
+
+FAKE = Path(__file__).with_name("fake_sglang.py")
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = (sys.executable, "-m", "sglang_glm53.cli")
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*MODULE, *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be reaped does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20) -> Any:
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.05)
+    return value
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def test_help_names_every_command_and_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "from sglang_glm53.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'sglang', 'transformers', 'numpy', 'safetensors', 'yaml'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    *text, heavy = done.stdout.splitlines()
+    assert heavy == "[]"
+    for command_ in ("demo", "status", "tiny"):
+        assert any(line.split()[:1] == [command_] for line in text), command_
+
+
+def test_version() -> None:
+    assert run_command("--version").stdout == f"sglang-glm53 {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "COMMAND"),
+        (["serve"], "invalid choice: 'serve'"),
+        (["tiny"], "DIR"),
+        (["tiny", "DIR", "--layers", "many"], "--layers"),
+        (["tiny", "/dev/null/x"], "cannot write"),
+        (["status", "http://127.0.0.1:9"], "no SGLang server answers"),
+        (["status", "nonsense://x"], "nonsense"),
+        (["demo", "--model", "/nowhere"], "config.json"),
+        (["demo", "--port", "99999"], "99999"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_1(arguments: list[str], says: str) -> None:
+    done = run_command(*arguments)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("glm53"), done.stderr
+    assert says in lines[0]
+    assert done.stdout == ""
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    command = f"{sys.executable} -m sglang_glm53.cli tiny --help | head -1"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+
+
+# --- demo, with a stand-in for sglang ------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def with_fake(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path
+) -> Iterator[Callable[..., tuple[int, int]]]:
+    """Runs `glm53 demo` on the stand-in: exit code, and the pid of the server's child."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setattr(server_process, "REPORT_EVERY", 0.2)
+    monkeypatch.setattr(server_process, "STOP_WITHIN", 1.0)
+    children: list[int] = []
+
+    def run(behaviour: str, *arguments: str) -> tuple[int, int]:
+        command = [sys.executable, str(FAKE), behaviour]
+        monkeypatch.setattr(server_process, "sglang_command", lambda: command)
+        code = cli.main(["demo", "--model", str(model), *arguments])
+        (log,) = (tmp_path / "cache" / "sglang-glm53").glob("demo-*.log")
+        children.append(int(log.read_text().split()[0]))
+        return code, children[-1]
+
+    handler = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+    for child in filter(alive, children):
+        os.kill(child, signal.SIGKILL)
+
+
+Demo = Callable[..., tuple[int, int]]
+
+
+def test_demo_prints_answer_rate_and_what_served(with_fake: Demo, capsys: Any) -> None:
+    code, child = with_fake("answers", "--question", "Quo vadis?")
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "reasoning         Let me think.\n" in out
+    assert "answer            You said: Quo vadis?\n" in out
+    rate = float(out.split("then ")[1].split(" tokens a second")[0])
+    assert 1 < rate < 51, "ten tokens in 0.2 s, more on a busy machine"
+    assert "model             sglang_glm53.models.glm_moe_dsa.GlmMoeDsaForCausalLM\n" in out
+    assert "accept length     3.25\n" in out
+    assert "stood down        GPU: no kernels; use a CPU" in out
+    assert "draft (MTP)" not in out, "what is absent is left out"
+    wait_until(lambda: not alive(child))
+
+
+def test_demo_passes_flags_on(with_fake: Demo, tmp_path: Path) -> None:
+    with_fake("answers", "--mtp", "--", "--dtype", "float32")
+    (log,) = (tmp_path / "cache" / "sglang-glm53").glob("*.log")
+    line = log.read_text().splitlines()[1]
+    assert "serve --model-path" in line
+    assert "--reasoning-parser glm45 --tool-call-parser glm47" in line
+    assert "--speculative-algorithm EAGLE --speculative-num-steps 5" in line
+    assert line.endswith("--dtype float32")
+
+
+def test_demo_whose_server_dies_says_why_and_where(with_fake: Demo, capsys: Any) -> None:
+    code, child = with_fake("dies")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 1
+    assert "exit code 3 while starting: config.json: index_topk is missing; add it" in line
+    assert Path(line.split("its log: ")[1]).is_file()
+    wait_until(lambda: not alive(child))
+
+
+def test_demo_shows_progress_and_gives_up_in_time(with_fake: Demo, capsys: Any) -> None:
+    code, child = with_fake("hangs", "--timeout", "1.5")
+    captured = capsys.readouterr()
+    assert code == 1
+    assert "loading the weights" in captured.out
+    assert "not ready after 2 s" in captured.err and "its log: " in captured.err
+    wait_until(lambda: not alive(child))
+
+
+def test_demo_ends_a_server_that_ignores_sigterm(with_fake: Demo) -> None:
+    code, child = with_fake("stubborn")
+    assert code == 0
+    wait_until(lambda: not alive(child))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "says"),
+    [("refuses", 'HTTP 400: {"message": "the prompt is too long"}'), ("vanishes", "exit code 7")],
+)
+def test_demo_whose_question_fails(with_fake: Demo, capsys: Any, behaviour: str, says: str) -> None:
+    code, child = with_fake(behaviour)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 1 and says in line
+    wait_until(lambda: not alive(child))
+
+
+def test_demo_keep_leaves_the_server_up(with_fake: Demo, capsys: Any) -> None:
+    code, child = with_fake("answers", "--keep")
+    said = capsys.readouterr().out.splitlines()[-1]
+    url, pid = said.split()[3].rstrip(","), int(said.split()[5].rstrip(";"))
+    try:
+        assert code == 0 and alive(pid) and alive(child)
+        assert cli.main(["status", url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["serving"] == "ours"
+        assert cli.main(["status", url.removeprefix("http://")]) == 0
+        assert "KV pool           sglang_glm53.memory" in capsys.readouterr().out
+    finally:
+        os.killpg(pid, signal.SIGKILL)
+    wait_until(lambda: not alive(pid) and not alive(child))
+
+
+def test_demo_refuses_a_port_that_is_taken(model: Path, capsys: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.main(["demo", "--model", str(model), "--port", str(port)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"port {port}" in line and "--port" in line
+
+
+def test_demo_without_sglang(monkeypatch: pytest.MonkeyPatch, model: Path, capsys: Any) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["demo", "--model", str(model)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "SGLang is not installed" in line and "pip install sglang==0.5.23" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_the_demo_stops_the_server(
+    tmp_path: Path, model: Path, number: signal.Signals
+) -> None:
+    program = (
+        "import sys\n"
+        "from sglang_glm53 import cli\n"
+        "from sglang_glm53.commands import server_process\n"
+        f"server_process.sglang_command = lambda: [sys.executable, {str(FAKE)!r}, 'hangs']\n"
+        f"sys.exit(cli.main(['demo', '--model', {str(model)!r}]))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def started() -> list[str]:
+        logs = list((tmp_path / "sglang-glm53").glob("*.log"))
+        words = logs[0].read_text().split() if logs else []
+        return words if "begin." in words else []
+
+    child = int(wait_until(started)[0])
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in err
+    wait_until(lambda: not alive(child))
+
+
+def test_a_stream_without_text_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_events", lambda response: iter([{"choices": []}]))
+
+    class Nothing:
+        def __enter__(self) -> Nothing:
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            pass
+
+    monkeypatch.setattr(chat.urllib.request, "urlopen", lambda *a, **k: Nothing())
+    with pytest.raises(Glm53Error, match="no text"):
+        chat.ask("http://x", "?", max_tokens=1, timeout=1)
+
+
+def test_the_miniature_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = demo.tiny_model()
+    stamp = (folder / "config.json").stat().st_mtime_ns
+    assert demo.tiny_model() == folder
+    assert (folder / "config.json").stat().st_mtime_ns == stamp
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name], "no scratch left"
+
+
+def test_what_the_server_does_is_told_in_words(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    server = Server([], url="", log=log)
+    log.write_text("")
+    assert server.doing() == "importing SGLang"
+    log.write_text("[2026-01-01 10:00:00 TP0] Load weight begin. x\nLoading shards:  40%| 2/5\n")
+    assert server.doing() == "Loading shards:  40%| 2/5"
+    log.write_text("[2026-01-01 10:00:00 TP0] Load weight end. x\n  warnings.warn(\n")
+    assert server.doing() == "done with the weights"
+
+
+# --- demo, with the real server ------------------------------------------------------------------
+
+
+@pytest.mark.server
+def test_demo_on_the_real_server(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*MODULE, "demo", "--mtp"],
+        cwd=ROOT,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = " ".join(done.stdout.split())
+    assert "reasoning A question arrived;" in out
+    assert "answer Hello! I am the smallest possible GLM:" in out and "</think>" not in out
+    assert "serving ours" in out
+    assert "model sglang_glm53.models.glm_moe_dsa.GlmMoeDsaForCausalLM" in out
+    assert "draft (MTP) sglang_glm53.models.glm_moe_dsa_nextn.GlmMoeDsaForCausalLMNextN" in out
+    assert "attention sglang_glm53.backends.torch_dsa.TorchDsaBackend" in out
+
+
+@pytest.mark.server
+def test_demo_whose_real_server_dies(tmp_path: Path) -> None:
+    """The line of the log that says why is the one that is shown."""
+    done = subprocess.run(
+        [*MODULE, "demo", "--", "--dtype", "float16"],
+        cwd=ROOT,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert "float16" in line and "its log: " in line
