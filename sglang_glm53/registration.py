@@ -40,7 +40,7 @@ def register_all() -> None:
     """
     global _registered
     from sglang_glm53 import host, processes, status
-    from sglang_glm53.compat import cpu
+    from sglang_glm53.compat import cpu, torch_attention
 
     if _registered:
         return
@@ -51,6 +51,8 @@ def register_all() -> None:
     catalog.check_sources()
     if cpu.has_no_gpu():
         cpu.cure()
+    elif torch_attention.asked_on_gpu():
+        torch_attention.install_on_gpu()
     catalog.on_load("sglang.srt.models.registry:_ModelRegistry.register", _register_models)
     catalog.on_load("sglang.srt.platforms.interface:SRTPlatform.get_kv_pool_cls", _hook_pool)
     catalog.wrap(

@@ -77,6 +77,11 @@ def _on_gpu(s: Situation) -> bool:
     return s.device != "cpu"
 
 
+def _torch_attention(s: Situation) -> bool:
+    """Whether the plain-torch attention would serve."""
+    return _on_cpu(s) or os.environ.get("GLM53_ATTENTION") == "torch"
+
+
 def _quant_method(s: Situation) -> str | None:
     """The checkpoint's quantization method, as its config names it."""
     declared = getattr(s.config, "quantization_config", None) or {}
@@ -144,7 +149,7 @@ FEATURES: tuple[Feature, ...] = (
     # --- what stands down to SGLang's own class -------------------------------------------
     Feature(
         "GPU",
-        lambda s: _on_gpu(s) and os.environ.get("GLM53_ATTENTION") != "torch",
+        lambda s: _on_gpu(s) and not _torch_attention(s),
         STANDS_DOWN,
         "this release has no GPU kernels",
         "serve on a CPU, or set GLM53_ATTENTION=torch to run our plain-torch attention on the GPU",
@@ -247,10 +252,10 @@ FEATURES: tuple[Feature, ...] = (
         f"{_CPU_ADVICE}: the cache is bfloat16, and exact with --dtype float32",
     ),
     Feature(
-        "another attention backend on a CPU",
-        lambda s: _on_cpu(s) and _other_backend(s),
+        "another attention backend",
+        lambda s: _torch_attention(s) and _other_backend(s),
         REFUSED,
-        "only torch_native selects tokens by the indexer there",
+        "without our GPU kernels only torch_native selects tokens by the indexer",
         f"{_CPU_ADVICE}, or give --attention-backend torch_native",
     ),
     Feature(

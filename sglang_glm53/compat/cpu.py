@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_glm53 import catalog, support
-
-BACKEND = "torch_native"
+from sglang_glm53.compat import torch_attention
 
 # Tokens of KV cache by default for our model on a CPU, at least; SGLang would take all of the RAM.
 MIN_TOKENS = 32_768
@@ -62,12 +61,7 @@ def cure() -> None:
     catalog.on_load(
         "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", _hook_arguments
     )
-    catalog.on_load(
-        "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS", _add_backend
-    )
-    catalog.wrap(
-        "sglang.srt.speculative.draft_utils:DraftBackendFactory._create_backend", _draft_backends
-    )
+    torch_attention.install()
     catalog.wrap("sglang.srt.utils.numa_utils:init_threads_binding", _share_cores)
     catalog.wrap("sglang.srt.distributed.parallel_state:init_model_parallel_group", _without_nccl)
 
@@ -137,53 +131,6 @@ def _small_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
             tokens = max(2 * int(config.context_len), MIN_TOKENS)
             declare_resolution(server_args, "sglang-glm53", max_total_tokens=tokens)
     previous(server_args)
-
-
-# --- attention backends ----------------------------------------------------------------------
-
-
-def _add_backend(backends: dict[str, Callable[[Any], Any]]) -> None:
-    """Under SGLang's name for a CPU without AMX: our backend for our model, else SGLang's.
-
-    The name is kept because SGLang's allocator takes its Triton path for any other one.
-    """
-    stock = backends[BACKEND]
-
-    def create(runner: Any) -> Any:
-        if not support.is_ours(runner.model_config.hf_config):
-            return stock(runner)
-        from sglang_glm53.backends.torch_dsa import TorchDsaBackend
-
-        return TorchDsaBackend(runner)
-
-    backends[BACKEND] = create
-
-
-def _draft_backends(original: Callable[..., Any]) -> Callable[..., Any]:
-    """SGLang has no draft backend under that name; ours is added for our model."""
-
-    def _create_backend(
-        self: Any,
-        backend_name: str,
-        backend_map: dict[str, Callable[[], Any]],
-        error_template: str,
-        stamps_children: bool = False,
-    ) -> Any:
-        runner = self.draft_model_runner
-
-        def create() -> tuple[str, Any]:
-            from sglang_glm53.backends.torch_dsa import TorchDsaBackend, TorchDsaMultiStepBackend
-
-            if stamps_children:  # the backend of the draft's decode steps, one child a step
-                steps = self.speculative_num_steps
-                return BACKEND, TorchDsaMultiStepBackend(runner, self.topk, steps)
-            return BACKEND, TorchDsaBackend(runner)
-
-        if support.is_ours(runner.model_config.hf_config):
-            backend_map = {**backend_map, BACKEND: create}
-        return original(self, backend_name, backend_map, error_template, stamps_children)
-
-    return _create_backend
 
 
 # --- parallel groups -------------------------------------------------------------------------

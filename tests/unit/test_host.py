@@ -12,7 +12,7 @@ from fresh_process import run
 torch = pytest.importorskip("torch")
 
 from sglang_glm53 import catalog, host, support, tripwire  # noqa: E402
-from sglang_glm53.compat import cpu  # noqa: E402
+from sglang_glm53.compat import cpu, torch_attention  # noqa: E402
 
 OURS = SimpleNamespace(architectures=["GlmMoeDsaForCausalLM"])
 LLAMA = SimpleNamespace(architectures=["LlamaForCausalLM"])
@@ -72,9 +72,10 @@ def test_prepare_stands_in_for_kernels_that_do_not_import(
         return ours
 
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
-    monkeypatch.delitem(sys.modules, "sgl_kernel", raising=False)
+    for name in ("sgl_kernel", "sgl_kernel.part"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # put back after the test
+        del sys.modules[name]
     monkeypatch.setattr(cpu.importlib, "import_module", import_module)
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     cpu.prepare()
     assert sys.modules["sgl_kernel"] is ours and "sgl_kernel.part" not in sys.modules
     assert cpu.os.environ["SGLANG_USE_CPU_ENGINE"] == "1"
@@ -82,7 +83,7 @@ def test_prepare_stands_in_for_kernels_that_do_not_import(
 
 def test_prepare_keeps_kernels_that_import(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ModuleType("sgl_kernel")
-    monkeypatch.setattr(sys, "modules", {**sys.modules, "sgl_kernel": real})
+    monkeypatch.setitem(sys.modules, "sgl_kernel", real)
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "0")
     cpu.prepare()
     assert sys.modules["sgl_kernel"] is real
@@ -94,7 +95,7 @@ def test_backend_is_ours_for_our_model_alone(monkeypatch: pytest.MonkeyPatch) ->
     ours.TorchDsaBackend = lambda runner: ("ours", runner)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sglang_glm53.backends.torch_dsa", ours)
     backends: dict[str, Any] = {"torch_native": lambda runner: "stock", "triton": "untouched"}
-    cpu._add_backend(backends)
+    torch_attention._add_backend(backends)
     assert backends["triton"] == "untouched"
     runner = SimpleNamespace(model_config=SimpleNamespace(hf_config=OURS))
     assert backends["torch_native"](runner) == ("ours", runner)
@@ -113,7 +114,7 @@ def test_draft_backends(monkeypatch: pytest.MonkeyPatch, decode: bool) -> None:
     def original(self: Any, name: str, table: dict[str, Any], text: str, stamps: bool) -> None:
         seen.append(table)
 
-    wrapped = cpu._draft_backends(original)
+    wrapped = torch_attention._draft_backends(original)
     for config in (OURS, LLAMA):
         factory = SimpleNamespace(
             draft_model_runner=SimpleNamespace(model_config=SimpleNamespace(hf_config=config)),
@@ -124,6 +125,25 @@ def test_draft_backends(monkeypatch: pytest.MonkeyPatch, decode: bool) -> None:
     expected = ("steps", 1, 3) if decode else "one"
     assert seen[0]["torch_native"]() == ("torch_native", expected)
     assert seen[1] == {"triton": None}
+
+
+def test_torch_attention_on_a_gpu_is_selected_for_our_model_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    declared: list[dict[str, Any]] = []
+    overrides = ModuleType("sglang.srt.arg_groups.overrides")
+    overrides.model_config_of = lambda args: args  # type: ignore[attr-defined]
+    overrides.declare_resolution = (  # type: ignore[attr-defined]
+        lambda args, source, **fields: declared.append(fields)
+    )
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.overrides", overrides)
+    hooks: dict[str, Any] = {}
+    torch_attention._select_on_gpu(lambda name: lambda fn: hooks.update({name: fn}))
+    passed: list[Any] = []
+    for config in (OURS, LLAMA):
+        hooks["handle_cuda_graph_config"](SimpleNamespace(hf_config=config), passed.append)
+    assert declared == [{"attention_backend": "torch_native", "disable_cuda_graph": True}]
+    assert len(passed) == 2
 
 
 def test_more_ranks_than_nodes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "FP8 checkpoint in float32": {"checkpoint": FP8, "dtype": "float32"},
     "float16": {"dtype": "float16"},
     "FP8 cache on a CPU": {"kv_cache_dtype": "fp8_e4m3"},
-    "another attention backend on a CPU": {"attention_backend": "triton"},
+    "another attention backend": {"attention_backend": "triton"},
     "compiled model on a CPU": {"enable_torch_compile": True},
     "another speculative algorithm on a CPU": {"speculative_algorithm": "NGRAM"},
     "tree of drafts on a CPU": {"speculative_eagle_topk": 4},
