@@ -20,9 +20,11 @@ from sglang_glm53.errors import Glm53Error
 QUESTION = "Hello, who are you?"
 HOST = "127.0.0.1"
 SERVE_FLAGS = ("--reasoning-parser", "glm45", "--tool-call-parser", "glm47")
+# The log interval is that of the accept length's statistics too: an answer here is a few steps.
 MTP_FLAGS = (
     *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "5"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6"),
+    *("--decode-log-interval", "1"),
 )
 
 
