@@ -169,10 +169,16 @@ def test_a_config_that_gives_garbage_is_refused_before_anything_is_started(
     assert "Init parallel begin" not in ended.output
 
 
+@pytest.mark.parametrize(
+    "ranks", [("--tp-size", "2"), ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")]
+)
 def test_a_checkpoint_without_a_tensor_is_refused_by_name(
-    tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path], ranks: tuple[str, ...]
 ) -> None:
-    """Found while weights are loaded, in the scheduler: the first process adds no traceback."""
+    """Found while weights are loaded, by each rank: still one line and no traceback.
+
+    With data parallelism there is a process between the first one and the ranks.
+    """
     from safetensors.torch import load_file, save_file
 
     name = "model.layers.3.self_attn.o_proj.weight"
@@ -187,7 +193,7 @@ def test_a_checkpoint_without_a_tensor_is_refused_by_name(
             break
     else:
         pytest.fail(f"the checkpoint has no {name}")
-    ended = run_to_its_end(model)
+    ended = run_to_its_end(model, *ranks)
     assert ended.code == 1
     assert "layers.3.self_attn.o_proj" in ended.line
     assert "Traceback" not in ended.output

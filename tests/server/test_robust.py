@@ -104,34 +104,42 @@ def test_32_concurrent_streams(server: Server, vocabulary: int) -> None:
     assert server.flush() == free
 
 
-def test_sigterm_ends_with_0_and_the_port_is_free_again(
+def test_sigterm_and_kill_free_the_port(
     servers: ServerPool, tiny_checkpoint: Callable[..., Path], vocabulary: int, tmp_path: Path
 ) -> None:
-    """SIGTERM with a stream running; a second server on the same port gives the same answer."""
+    """Three servers one after the other on one port: SIGTERM during a stream, SIGKILL, SIGTERM.
+
+    SIGTERM gives the stream its end and exit code 0; SIGKILL leaves no orphan; the answer is
+    the same each time.
+    """
     servers.close()
     prompt = random_prompt(vocabulary, 90, seed=7)
     first = Server(tiny_checkpoint(), FLOAT32, tmp_path / "first").start()
+    second = Server(tiny_checkpoint(), FLOAT32, tmp_path / "second", port=first.port)
+    third = Server(tiny_checkpoint(), FLOAT32, tmp_path / "third", port=first.port)
     try:
         (answer,) = first.generate([prompt], 16)
         family = first.family()
-        assert first.stop() == 0
+        with ThreadPoolExecutor(1) as pool:
+            streaming = pool.submit(stream, first, prompt, 100)
+            until = time.monotonic() + 30
+            while not first.loads()[0]["num_running_reqs"] and time.monotonic() < until:
+                time.sleep(0.02)
+            assert first.stop() == 0
+            tokens = streaming.result(30)
+        assert len(tokens) == 100 and tokens[:16] == answer.tokens
         assert not alive(family)
-        second = Server(tiny_checkpoint(), FLOAT32, tmp_path / "second", port=first.port).start()
-    finally:
-        first.kill()
-    try:
-        (again,) = second.generate([prompt], 16)
+
+        (again,) = second.start().generate([prompt], 16)
         assert again.tokens == answer.tokens
         kill_and_look(second)
-        third = Server(tiny_checkpoint(), FLOAT32, tmp_path / "third", port=first.port).start()
-    finally:
-        second.kill()
-    try:
-        (again,) = third.generate([prompt], 16)
+
+        (again,) = third.start().generate([prompt], 16)
         assert again.tokens == answer.tokens
         assert third.stop() == 0
     finally:
-        third.kill()
+        for server in (first, second, third):
+            server.kill()
 
 
 def kill_and_look(server: Server) -> None:
