@@ -47,8 +47,8 @@ make_layer() { # base-python folder
   local base=$1 folder=$2 places
   say "putting $folder on top of $base (SGLang $(sglang_of "$base"))"
   make_venv "$base" "$folder" --without-pip
-  places=$("$base" -c 'import site, sys, sysconfig
-print("\n".join(dict.fromkeys([*map(sysconfig.get_path, ("purelib", "platlib")), *site.getsitepackages()])))')
+  places=$("$base" -c 'import os, sys
+print("\n".join(dict.fromkeys(p for p in sys.path if p.endswith("-packages") and os.path.isdir(p))))')
   "$base" -m pip --version >/dev/null 2>&1 || die "$base has no pip; run $base -m ensurepip"
   echo "$places" > "$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
   echo "$base" > "$folder/.base"
