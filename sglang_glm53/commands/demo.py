@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
     url = f"http://{HOST}:{port}"
     flags = ["--model-path", str(model), "--host", HOST, "--port", str(port), *SERVE_FLAGS]
     flags += [*(MTP_FLAGS if args.mtp else ()), *args.serve_arguments]
-    server = Server(flags, url=url, log=cache_folder() / f"demo-{port}.log")
-    signal.signal(signal.SIGTERM, _interrupt)
+    server = Server(flags, url=url, log=cache_folder() / f"demo-{port}.log", keep=args.keep)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _interrupt)
     _no_proxy_for(HOST)
     keep = False
     try:
@@ -145,5 +146,5 @@ def _no_proxy_for(host: str) -> None:
 
 
 def _interrupt(signum: int, frame: object) -> None:
-    # SIGTERM takes the way of Ctrl-C, so that the server is stopped.
+    # They take the way of Ctrl-C, so that the server is stopped.
     sys.exit(128 + signum)

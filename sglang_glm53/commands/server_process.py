@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import os
 import re
@@ -78,9 +80,11 @@ def sglang_command() -> list[str]:
 class Server:
     """One `sglang serve`; its output goes to a log file. `stop()` leaves no process behind."""
 
-    def __init__(self, arguments: Sequence[str], *, url: str, log: Path) -> None:
+    def __init__(self, arguments: Sequence[str], *, url: str, log: Path, keep: bool) -> None:
+        """`keep`: the server may outlive this process."""
         self.url = url
         self.log = log
+        self._keep = keep
         self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -99,6 +103,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=None if self._keep else _end_with_parent,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
 
@@ -189,6 +194,12 @@ class Server:
         errors = [line for line in lines if re.match(r"\s*[\w.]*(Error|Exception)\b", line)]
         why = (ours or errors or lines or ["it wrote nothing"])[-1]
         return f"{_shorten(why.removeprefix(PREFIX), 300)}; its log: {self.log}"
+
+
+def _end_with_parent() -> None:
+    """Runs in the child: have Linux send it SIGTERM when this process ends, even by SIGKILL."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _ended(code: int) -> str:

@@ -4,7 +4,8 @@
 
 BEHAVIOUR: `answers`, `dies` (at start, with a line of ours in the log), `hangs` (never ready),
 `stubborn` (answers, ignores SIGTERM), `refuses` (HTTP 400 to the question), `vanishes` (dies when
-asked). Each starts a child that would outlive it; the child's pid is the first line of the log.
+asked). Each starts a child that would outlive it; the child's pid and its own
+are the first lines of the log.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     behaviour, arguments = sys.argv[1], sys.argv[2:]
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-    print(child.pid, flush=True)
+    print(child.pid, os.getpid(), sep="\n", flush=True)
     print("arguments:", *arguments, flush=True)
     print("[2026-01-01 00:00:00] Load weight begin. avail mem=1 GB", flush=True)
     if behaviour == "dies":

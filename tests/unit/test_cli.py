@@ -130,9 +130,10 @@ def with_fake(
         children.append(int(log.read_text().split()[0]))
         return code, children[-1]
 
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield run
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     for child in filter(alive, children):
         os.kill(child, signal.SIGKILL)
 
@@ -158,7 +159,7 @@ def test_demo_prints_answer_rate_and_what_served(with_fake: Demo, capsys: Any) -
 def test_demo_passes_flags_on(with_fake: Demo, tmp_path: Path) -> None:
     with_fake("answers", "--mtp", "--", "--dtype", "float32")
     (log,) = (tmp_path / "cache" / "sglang-glm53").glob("*.log")
-    line = log.read_text().splitlines()[1]
+    line = log.read_text().splitlines()[2]
     assert "serve --model-path" in line
     assert "--reasoning-parser glm45 --tool-call-parser glm47" in line
     assert "--speculative-algorithm EAGLE --speculative-num-steps 5" in line
@@ -232,10 +233,12 @@ def test_demo_without_sglang(monkeypatch: pytest.MonkeyPatch, model: Path, capsy
     assert "SGLang is not installed" in line and "pip install sglang==0.5.23" in line
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupting_the_demo_stops_the_server(
-    tmp_path: Path, model: Path, number: signal.Signals
-) -> None:
+Started = tuple[subprocess.Popen[str], int, int]
+
+
+@pytest.fixture
+def starting(tmp_path: Path, model: Path) -> Started:
+    """A demo whose server never gets ready: its process, and the pids of server and child."""
     program = (
         "import sys\n"
         "from sglang_glm53 import cli\n"
@@ -252,17 +255,32 @@ def test_interrupting_the_demo_stops_the_server(
         text=True,
     )
 
-    def started() -> list[str]:
+    def words() -> list[str]:
         logs = list((tmp_path / "sglang-glm53").glob("*.log"))
-        words = logs[0].read_text().split() if logs else []
-        return words if "begin." in words else []
+        said = logs[0].read_text().split() if logs else []
+        return said if "begin." in said else []
 
-    child = int(wait_until(started)[0])
+    child, server = (int(pid) for pid in wait_until(words)[:2])
+    return process, server, child
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupting_the_demo_stops_the_server(starting: Started, number: int) -> None:
+    process, server, child = starting
     process.send_signal(number)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 128 + number
     assert "Traceback" not in err
-    wait_until(lambda: not alive(child))
+    wait_until(lambda: not alive(server) and not alive(child))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_killing_the_demo_ends_the_server(starting: Started) -> None:
+    process, server, child = starting
+    process.kill()
+    process.communicate(timeout=20)
+    wait_until(lambda: not alive(server))
+    os.kill(child, signal.SIGKILL)  # SGLang ends its own children when it gets SIGTERM
 
 
 def test_a_stream_without_text_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +310,7 @@ def test_the_miniature_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_what_the_server_does_is_told_in_words(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    server = Server([], url="", log=log)
+    server = Server([], url="", log=log, keep=False)
     log.write_text("")
     assert server.doing() == "importing SGLang"
     log.write_text("[2026-01-01 10:00:00 TP0] Load weight begin. x\nLoading shards:  40%| 2/5\n")
