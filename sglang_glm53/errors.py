@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +21,7 @@ PREFIX = "sglang-glm53: "
 # Exit code of a child process of the server that printed its line: its parent then ends with code 1
 # and prints nothing more.
 TOLD = 53
+FIRST_RANK_SECONDS = 10.0
 _PARENT = "_GLM53_SERVER_PID"
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -63,7 +65,13 @@ _code: int | None = None
 
 
 def fatal(message: str) -> NoReturn:
-    """Print `sglang-glm53: <message>` to stderr and end the process with exit code 1."""
+    """Print `sglang-glm53: <message>` to stderr and end the process with exit code 1.
+
+    What stops one rank of a parallel group mostly stops all of them: the others wait for the first
+    rank's line, whose end stops the server, and speak only if it had nothing to say.
+    """
+    if _exit_code() == TOLD and _follows_another_rank():
+        time.sleep(FIRST_RANK_SECONDS)
     line = " ".join(message.split())
     sys.stderr.write(f"{PREFIX}{line}\n")
     if os.environ.get("GLM53_DEBUG") == "1" and sys.exc_info()[0] is not None:
@@ -72,6 +80,16 @@ def fatal(message: str) -> NoReturn:
     if threading.current_thread() is not threading.main_thread():
         os._exit(_exit_code())  # SystemExit would end this thread alone: the server would hang
     raise SystemExit(_exit_code())
+
+
+def _follows_another_rank() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return (
+        distributed is not None
+        and distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_rank() > 0
+    )
 
 
 def failed(error: BaseException, *, doing: str) -> None:

@@ -6,11 +6,15 @@ parent's own traceback. For a failure of ours the line is all that the user need
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from sglang_glm53 import catalog
 from sglang_glm53.errors import TOLD, Glm53Error, describe, fatal
+
+# SGLang's first process looks at its children every 5 s while it waits for them.
+FIRST_PROCESS_SECONDS = 12.0
 
 
 def watch() -> None:
@@ -53,8 +57,11 @@ def _controller(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             original(self, *args, **kwargs)
-        except EOFError:
-            _end_if_told(getattr(self, "scheduler_procs", ()), code=TOLD)
+        except EOFError:  # a scheduler ended before it was ready
+            own = getattr(self, "scheduler_procs", ())
+            _end_if_told(own, code=TOLD)
+            if not own:  # the first process owns the schedulers, and sees which one told
+                time.sleep(FIRST_PROCESS_SECONDS)
             raise
 
     return __init__

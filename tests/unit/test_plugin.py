@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,22 @@ def test_a_child_process_tells_its_parent_by_its_exit_code(tmp_path: Path) -> No
         [sys.executable, str(script)], capture_output=True, text=True, timeout=120
     )
     assert done.stdout.strip() == f"[1, {errors.TOLD}]", done.stderr
+
+
+@pytest.mark.parametrize(("rank", "slept"), [(0, []), (1, [errors.FIRST_RANK_SECONDS])])
+def test_other_ranks_let_the_first_one_speak(
+    monkeypatch: pytest.MonkeyPatch, rank: int, slept: list[float]
+) -> None:
+    group = types.SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: rank
+    )
+    waited: list[float] = []
+    monkeypatch.setitem(sys.modules, "torch.distributed", group)
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    monkeypatch.setattr(errors, "_code", errors.TOLD)
+    with pytest.raises(SystemExit):
+        errors.fatal("x")
+    assert waited == slept
 
 
 def test_the_guard_ends_a_process_that_sglang_left_us_out_of() -> None:
