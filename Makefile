@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help env demo test test-fast test-server lint format wheel clean
 
 PYTHON := python=$$(scripts/env.sh); "$$python"

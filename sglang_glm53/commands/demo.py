@@ -62,7 +62,13 @@ def run(args: argparse.Namespace) -> int:
     url = f"http://{HOST}:{port}"
     flags = ["--model-path", str(model), "--host", HOST, "--port", str(port), *SERVE_FLAGS]
     flags += [*(MTP_FLAGS if args.mtp else ()), *args.serve_arguments]
-    server = Server(flags, url=url, log=cache_folder() / f"demo-{port}.log", keep=args.keep)
+    server = Server(
+        flags,
+        url=url,
+        log=cache_folder() / f"demo-{port}.log",
+        keep=args.keep,
+        environment={} if args.model else _on_the_cpu(),
+    )
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _interrupt)
     _no_proxy_for(HOST)
@@ -137,6 +143,15 @@ def cache_folder() -> Path:
 
 def say(line: str = "") -> None:
     print(line, flush=True)
+
+
+def _on_the_cpu() -> dict[str, str]:
+    """Variables that keep the miniature off a GPU, where this release stands down."""
+    if os.environ.get("GLM53_ATTENTION") == "torch":
+        return {}
+    if Path("/dev/nvidiactl").exists():
+        say("this release has no GPU kernels: the miniature is served on the CPU")
+    return {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _no_proxy_for(host: str) -> None:

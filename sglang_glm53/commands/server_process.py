@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sglang_glm53.errors import PREFIX, Glm53Error
@@ -80,10 +80,19 @@ def sglang_command() -> list[str]:
 class Server:
     """One `sglang serve`; its output goes to a log file. `stop()` leaves no process behind."""
 
-    def __init__(self, arguments: Sequence[str], *, url: str, log: Path, keep: bool) -> None:
-        """`keep`: the server may outlive this process."""
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        url: str,
+        log: Path,
+        keep: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`keep`: the server may outlive this process; `environment`: variables to add."""
         self.url = url
         self.log = log
+        self._environment = environment or {}
         self._keep = keep
         self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
@@ -104,7 +113,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=None if self._keep else _end_with_parent,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self._environment},
             )
 
     def wait_ready(self, timeout: float, report: Callable[[float, str], None]) -> float:

@@ -310,7 +310,7 @@ def test_the_miniature_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_what_the_server_does_is_told_in_words(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    server = Server([], url="", log=log, keep=False)
+    server = Server([], url="", log=log)
     log.write_text("")
     assert server.doing() == "importing SGLang"
     log.write_text("[2026-01-01 10:00:00 TP0] Load weight begin. x\nLoading shards:  40%| 2/5\n")
