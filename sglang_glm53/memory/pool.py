@@ -222,7 +222,7 @@ class GlmTokenToKVPool(DSATokenToKVPool):
         cache_k_nope: torch.Tensor,
         cache_k_rope: torch.Tensor,
     ) -> None:
-        if dst_buffer.is_cuda:
+        if dst_buffer.is_cuda and not self.exact:
             super()._write_mla_kv_buffer(dst_buffer, loc, cache_k_nope, cache_k_rope)
             return
         row = torch.cat(
@@ -242,7 +242,7 @@ class GlmTokenToKVPool(DSATokenToKVPool):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [n, 1, kv_lora_rank] and rope keys [n, 1, qk_rope_head_dim] of slots `loc`."""
         buffer = self.get_key_buffer(layer.layer_id)
-        if buffer.is_cuda:
+        if buffer.is_cuda and not self.exact:
             return super().get_mla_kv_buffer(layer, loc, dst_dtype)
         rows = buffer.index_select(0, loc.long()).to(dst_dtype or self.dtype)
         return rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :]

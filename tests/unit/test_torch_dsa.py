@@ -279,16 +279,42 @@ def test_draft_steps_see_their_own_token() -> None:
     world = World([140, 70], room=16)
     steps = TorchDsaMultiStepBackend(world.runner, topk=1, speculative_num_steps=4)
     assert len(steps.attn_backends) == 3
+
+    def check_step(backend: TorchDsaBackend, seen: list[int]) -> None:
+        # The last visible token scores best, so that missing it cannot go unnoticed.
+        q = torch.stack(
+            [keys[n - 1].expand(2, -1) for keys, n in zip(world.keys, seen, strict=True)]
+        )
+        gates = torch.ones(2, 2)
+        chosen = backend.select_topk(0, q, gates, batch)
+        for row, last in enumerate(seen):
+            expected = reference_topk(q[row], gates[row], world.keys[row], last, 8)
+            assert expected[-1] == last - 1
+            assert chosen[row].tolist() == expected
+
     # SGLang plans once, then moves the same tensor of positions on.
     batch = world.batch("DECODE", [1, 1], draft_decode=True)
     steps.init_forward_metadata(batch)
     for step, backend in enumerate(steps.attn_backends):
-        q, gates, *_ = inputs(world, 2)
-        chosen = backend.select_topk(0, q, gates, batch)
-        for row, length in enumerate(world.lengths):
-            expected = reference_topk(q[row], gates[row], world.keys[row], length + step, 8)
-            assert chosen[row].tolist() == expected
+        check_step(backend, [length + step for length in world.lengths])
         batch.positions.add_(1)
+    # The next round of drafts, three tokens on, must not see the rows of this one.
+    steps.init_forward_metadata(batch)
+    check_step(steps.attn_backends[0], [length + 3 for length in world.lengths])
+
+
+def test_a_batch_that_changes_its_mode_is_planned_again() -> None:
+    # SGLang turns a decode batch into an extend of one token a request where another rank of a
+    # data-parallel group extends, and an empty one into padding.
+    world = World([140, 70])
+    batch = build(world, "DECODE", [1, 1])
+    batch.forward_mode = torch_dsa_mode("EXTEND")
+    batch.positions = torch.zeros(4, dtype=torch.int64)
+    batch.req_pool_indices = torch.zeros(1, dtype=torch.int64)
+    batch.extend_seq_lens_cpu = [4]
+    batch._original_num_tokens = 0
+    q, gates, *_ = inputs(world, 4)
+    assert (world.backend.select_topk(0, q, gates, batch) == -1).all()
 
 
 def test_draft_trees_are_refused() -> None:
