@@ -14,6 +14,10 @@ from sglang_glm53.compat import require_supported
 from sglang_glm53.errors import Glm53Error, announce_process, degraded, failed
 
 MODELS = "sglang_glm53.models"
+LEFT_OUT = (
+    "SGLang did not run our plugin; add glm53 to SGLANG_PLUGINS and unset SGLANG_PLATFORM, or "
+    "uninstall sglang-glm53 (GLM53_ON_ERROR=stock lets SGLang's own class serve)"
+)
 
 _registered = False
 
@@ -30,6 +34,30 @@ def prepare_process() -> None:
 def guard_architecture() -> None:
     """Verify, wherever SGLang resolves a model class in this process, that it is ours."""
     catalog.wrap("sglang.srt.model_loader.utils:get_model_architecture", _guarded_architecture)
+
+
+def guard_left_out() -> None:
+    """The guard for a process in which SGLang runs nothing of ours (see tripwire.py)."""
+    guard_architecture()
+    catalog.on_load(
+        "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", _hook_first_check
+    )
+
+
+def _hook_first_check(register: Any) -> None:
+    """Say so before SGLang fails for want of a GPU, or starts its workers."""
+
+    @register("handle_model_source_paths")
+    def _check(server_args: Any, previous: Any) -> None:
+        from sglang.srt.arg_groups.overrides import model_config_of
+
+        previous(server_args)
+        config = model_config_of(server_args).hf_config
+        if support.is_ours(config):
+            failed(
+                Glm53Error(f"{config.architectures[0]} would be served by SGLang: {LEFT_OUT}"),
+                doing="checking the model",
+            )
 
 
 def register_all() -> None:
@@ -137,15 +165,10 @@ def _checked(model_class: type, name: str, model_config: Any) -> type:
     if degraded() is not None:
         return support.stock_class(name)
     if not model_class.__module__.startswith("sglang_glm53."):
-        cause = (
-            "another plugin registered it later; leave that plugin out (SGLANG_PLUGINS=glm53)"
-            if _registered
-            else "SGLang did not run our plugin; add glm53 to SGLANG_PLUGINS and unset "
-            "SGLANG_PLATFORM, or uninstall sglang-glm53"
-        )
+        later = "another plugin registered it later; leave that one out (SGLANG_PLUGINS=glm53)"
         raise Glm53Error(
             f"{name} would be served by {model_class.__module__}.{model_class.__qualname__}: "
-            f"{cause} (GLM53_ON_ERROR=stock serves that class)"
+            f"{later if _registered else LEFT_OUT}"
         )
     decision = support.decide(model_config)
     if decision.kind == support.RUNS:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_glm53 import __version__
 from sglang_glm53.errors import Glm53Error
 
 logger = logging.getLogger(__name__)
@@ -343,6 +344,8 @@ def decide(model_config: Any) -> Decision:
     if situation is None:
         return Decision(RUNS)  # arguments are still being resolved: asked again later
     decision = evaluate(situation)
+    if decision.kind == RUNS and _decision is None and _first_rank():
+        logger.info("sglang-glm53 %s serves %s", __version__, model_config.hf_config.architectures)
     if decision.kind == STANDS_DOWN and _decision is None and _first_rank():
         for row in decision.rows:
             logger.warning(

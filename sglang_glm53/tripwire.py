@@ -20,9 +20,9 @@ def arm() -> None:
     if not left_out(os.environ):
         return
     try:
-        from sglang_glm53.registration import guard_architecture
+        from sglang_glm53.registration import guard_left_out
 
-        guard_architecture()
+        guard_left_out()
     except Exception as error:
         from sglang_glm53.plugin import give_up
 
