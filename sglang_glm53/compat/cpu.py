@@ -17,6 +17,8 @@ from typing import Any
 from sglang_glm53 import catalog, support
 from sglang_glm53.compat import torch_attention
 
+_STAND_IN = "sglang_glm53.compat.sgl_kernel_cpu"
+
 # Tokens of KV cache by default for our model on a CPU, at least; SGLang would take all of the RAM.
 MIN_TOKENS = 32_768
 
@@ -53,7 +55,7 @@ def prepare() -> None:
         for name in [n for n in sys.modules if n.partition(".")[0] == "sgl_kernel"]:
             del sys.modules[name]
         # With the stand-in, SGLang's probe for AMX kernels says no: they are not among its ops.
-        sys.modules["sgl_kernel"] = importlib.import_module("sglang_glm53.compat.sgl_kernel_cpu")
+        sys.modules["sgl_kernel"] = importlib.import_module(_STAND_IN)
 
 
 def cure() -> None:
@@ -63,6 +65,7 @@ def cure() -> None:
     )
     torch_attention.install()
     catalog.wrap("sglang.srt.utils.numa_utils:init_threads_binding", _share_cores)
+    catalog.wrap("sglang.srt.distributed.bootstrap:_init_cpu_threads_env", _without_kernel_threads)
     catalog.wrap("sglang.srt.distributed.parallel_state:init_model_parallel_group", _without_nccl)
 
 
@@ -144,7 +147,7 @@ def _share_cores(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(numa_index=numa_index, world_size=world_size)
         import torch
 
-        cores = sorted(os.sched_getaffinity(0))
+        cores = _cores()
         share = max(1, len(cores) // world_size)
         first = (numa_index * share) % len(cores)
         mine = cores[first : first + share]
@@ -154,10 +157,28 @@ def _share_cores(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_threads_binding
 
 
+def _cores() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def _numa_nodes() -> int:
     from sglang.srt.utils.numa_utils import get_cpu_ids_by_node
 
     return max(1, len(get_cpu_ids_by_node()))
+
+
+def _without_kernel_threads(original: Callable[..., Any]) -> Callable[..., Any]:
+    """On arm64 SGLang sets up its CPU kernels' threads without asking whether they are there."""
+
+    def _init_cpu_threads_env(**kwargs: Any) -> Any:
+        if sys.modules["sgl_kernel"].__name__ == _STAND_IN:
+            return None
+        return original(**kwargs)
+
+    return _init_cpu_threads_env
 
 
 def _without_nccl(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -150,7 +150,7 @@ def test_more_ranks_than_nodes_share_the_cores(monkeypatch: pytest.MonkeyPatch) 
     threads: list[int] = []
     monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
     monkeypatch.setattr(cpu, "_numa_nodes", lambda: 1)
-    monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
+    monkeypatch.setattr(cpu, "_cores", lambda: [0, 1, 2, 3, 4])
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     bind = cpu._share_cores(lambda numa_index, world_size: ("stock", numa_index, world_size))
     assert bind(numa_index=0, world_size=1) == ("stock", 0, 1)
@@ -159,6 +159,14 @@ def test_more_ranks_than_nodes_share_the_cores(monkeypatch: pytest.MonkeyPatch) 
     assert threads == [2, 2, 1]
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     assert bind(numa_index=1, world_size=2) == ("stock", 1, 2)
+
+
+def test_kernel_threads_need_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = cpu._without_kernel_threads(lambda **kwargs: kwargs)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", ModuleType("sgl_kernel"))
+    assert start(local_omp_cpuid="0") == {"local_omp_cpuid": "0"}
+    monkeypatch.setitem(sys.modules, "sgl_kernel", ModuleType(cpu._STAND_IN))
+    assert start(local_omp_cpuid="0") is None
 
 
 def test_groups_are_built_without_nccl() -> None:
