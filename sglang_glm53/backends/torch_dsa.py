@@ -254,8 +254,9 @@ class TorchDsaBackend(AttentionBackend):
                 logits.masked_fill_(missing[chunk].unsqueeze(1), float("-inf"))
             weights = logits.softmax(dim=-1)
             if missing is not None:
-                # A row that selects nothing attends to nothing.
-                weights.nan_to_num_(nan=0.0)
+                # A row that selects nothing attends to nothing; a NaN of another origin stays one.
+                nothing = missing[chunk].all(dim=1)
+                weights.masked_fill_(nothing.view(-1, 1, 1), 0.0)
             out[chunk] = torch.bmm(weights, latent[:, :, :rank]).to(out.dtype)
         return out.flatten(1)
 

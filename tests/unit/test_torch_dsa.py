@@ -362,6 +362,15 @@ def test_a_row_that_selects_nothing_gives_zeros() -> None:
         q_nope, None, None, world.layer, batch, q_rope=q_rope, topk_indices=chosen
     )
     assert (out[0] == 0).all()
+    broken = q_nope.clone()
+    broken[1, 0, 0] = float("nan")
+    assert (
+        world.backend.forward(
+            broken, None, None, world.layer, batch, q_rope=q_rope, topk_indices=chosen
+        )[1]
+        .isnan()
+        .any()
+    )
     expected = reference_attention(
         q_nope[1], q_rope[1], world.latents[1], [0, 20, 49], world.layer.scaling
     )
