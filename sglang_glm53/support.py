@@ -345,7 +345,8 @@ def decide(model_config: Any) -> Decision:
         return Decision(RUNS)  # arguments are still being resolved: asked again later
     decision = evaluate(situation)
     if decision.kind == RUNS and _decision is None and _first_rank():
-        logger.info("sglang-glm53 %s serves %s", __version__, model_config.hf_config.architectures)
+        name = model_config.hf_config.architectures[0]
+        logger.info("sglang-glm53 %s serves %s", __version__, name)
     if decision.kind == STANDS_DOWN and _decision is None and _first_rank():
         for row in decision.rows:
             logger.warning(
