@@ -51,7 +51,7 @@ def make_checkpoint(folder: str | Path, options: TinyOptions | None = None, **si
         "do_sample": True,
         "eos_token_id": stop_token_ids(special),
         "pad_token_id": config["pad_token_id"],
-        "temperature": 1.0,
+        "temperature": 0.5,  # the likeliest token is well apart then
         "top_p": 0.95,
     }
     _write_json(folder / "generation_config.json", generation)

@@ -27,7 +27,7 @@ from sglang_glm53.tiny.tokenizer import special_token_ids
 
 GROUP = 16  # ordinary tokens that share most of their embedding
 COMMON, SHARED, OWN = 0.3, 0.63, 0.07  # shares of an ordinary embedding's mean square
-LOGIT_GAIN = 3.0  # standard deviation of the logits of unrelated tokens
+LOGIT_GAIN = 1.5  # standard deviation of the logits of unrelated tokens
 
 
 def common_width(hidden: int) -> int:

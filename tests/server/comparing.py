@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ TOLERANCE = 1e-4  # of a log-probability, in nats
 NEAR_TIE = 1e-5  # relative difference of the k-th and the next index score
 NEAR_TIE_TOLERANCE = 1e-2
 NEAR_TIE_SHARE = 0.01  # of all positions
+# Below this relative difference, rounding decides between two index scores: the set is not
+# defined, and one other key of 64 can move later log-probabilities by much more than 1e-2.
+ROUNDING = 2e-6
 
 
 def random_prompt(vocabulary: int, length: int, seed: int) -> list[int]:
@@ -25,6 +29,26 @@ def random_prompt(vocabulary: int, length: int, seed: int) -> list[int]:
     """
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocabulary - 1, (length,), generator=generator).tolist()
+
+
+def settled_prompt(
+    model: Reference, length: int, new: int, seed: int, start: Sequence[int] = ()
+) -> list[int]:
+    """``start`` and then ``length`` random tokens, for which every selected set is defined.
+
+    Also those of the ``new`` greedy tokens after it: the first seed from ``seed`` on, in steps of
+    10,000, at which no index score at the edge of a set is within ROUNDING of the next one.
+    Near ties (NEAR_TIE) stay in.
+    """
+    for attempt in range(200):
+        random = random_prompt(model.config.vocab_size, length, seed + 10_000 * attempt)
+        prompt = [*start, *random]
+        if float(model.trace(prompt).gap.min()) < ROUNDING:
+            continue
+        output = model.generate(prompt, new)
+        if float(model.trace(prompt + output).gap.min()) >= ROUNDING:
+            return prompt
+    raise AssertionError(f"200 random prompts of {length} tokens have index scores that tie")
 
 
 @dataclass

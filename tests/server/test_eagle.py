@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .comparing import NEAR_TIE, largest_difference, random_prompt
+from .comparing import NEAR_TIE, largest_difference, settled_prompt
 from .conftest import FLOAT32
 from .harness import Answer, Recording, Server, ServerPool
 
@@ -41,8 +41,8 @@ def eagle_arguments(steps: int, tokens: int) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def prompts(tiny_checkpoint: Callable[..., Path], reference: Callable) -> list[list[int]]:
-    vocabulary = reference(tiny_checkpoint()).config.vocab_size
-    return [random_prompt(vocabulary, length, seed=1000 + length) for length in LENGTHS]
+    model = reference(tiny_checkpoint())
+    return [settled_prompt(model, length, NEW, seed=1000 + length) for length in LENGTHS]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .comparing import Tally, random_prompt
+from .comparing import Tally, settled_prompt
 from .conftest import FLOAT32
 from .harness import Answer, Server, ServerPool
 
@@ -39,8 +39,8 @@ def oracle(
 @pytest.fixture(scope="module")
 def prompts(tiny_checkpoint: Callable[..., Path], reference: Callable) -> list[list[int]]:
     """One random prompt a length."""
-    vocabulary = reference(tiny_checkpoint()).config.vocab_size
-    return [random_prompt(vocabulary, length, seed=length) for length in LENGTHS]
+    model = reference(tiny_checkpoint())
+    return [settled_prompt(model, length, NEW, seed=length) for length in LENGTHS]
 
 
 class Held:
@@ -104,10 +104,11 @@ def test_prefix_cache_hit(held: Callable[..., Held], prompts: list[list[int]]) -
 def test_hit_inside_a_longer_sequence(held: Callable[..., Held], prompts: list[list[int]]) -> None:
     """A prompt that shares its first 320 tokens with a cached one and then differs."""
     run = held()
-    shared, other = prompts[LENGTHS.index(700)], prompts[LENGTHS.index(200)]
+    shared = prompts[LENGTHS.index(700)]
+    branch = settled_prompt(run.model, 200, NEW, seed=320, start=shared[:320])
     run.server.flush()
     run.server.generate([shared], NEW)
-    (answer,) = run.server.generate([shared[:320] + other], NEW, logprob_start=320)
+    (answer,) = run.server.generate([branch], NEW, logprob_start=320)
     assert answer.cached == 320
     run.hold(answer, "branch", logprobs_from=320)
     run.tally.check()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .comparing import largest_difference, random_prompt
+from .comparing import largest_difference, settled_prompt
 from .conftest import FLOAT32
 from .harness import ServerPool
 from .test_eagle import eagle_arguments
@@ -34,8 +34,8 @@ def test_two_processes(
     reference: Callable,
 ) -> None:
     """Same tokens, log-probabilities within 1e-5; alone and several prompts at once."""
-    vocabulary = reference(tiny_checkpoint()).config.vocab_size
-    prompts = [random_prompt(vocabulary, length, seed=2000 + length) for length in LENGTHS]
+    model = reference(tiny_checkpoint())
+    prompts = [settled_prompt(model, length, NEW, seed=2000 + length) for length in LENGTHS]
     expected, _ = plain_runs(prompts, NEW)
     server = servers.get(tiny_checkpoint(), *FLOAT32, *arguments)
     server.flush()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.server
 SETTINGS = {"plain": (), "eagle": eagle_arguments(3, 4)}
 
 
-@pytest.fixture(params=SETTINGS)
+@pytest.fixture(scope="module", params=SETTINGS)
 def server(
     request: pytest.FixtureRequest, servers: ServerPool, tiny_checkpoint: Callable[..., Path]
 ) -> Server:
