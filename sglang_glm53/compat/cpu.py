@@ -42,9 +42,6 @@ def has_no_gpu() -> bool:
 def prepare() -> None:
     """Select SGLang's CPU engine and stand in for `sgl_kernel` where it does not import."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    # SGLang compiles a few small ops at their first use: seconds of waiting, a C++ compiler, and
-    # ranks that race for one cache file, for nothing that a CPU server would notice.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     catalog.row_of("sgl_kernel")
     if "sgl_kernel" in sys.modules:
         return
@@ -114,7 +111,12 @@ def _answer_for_the_gpu(server_args: Any, previous: Callable[[Any], None]) -> No
     with _device_capability((0, 0)):
         previous(server_args)
     config = model_config_of(server_args)
-    if asked == "auto" and config.dtype == torch.float32 and support.is_ours(config.hf_config):
+    if not support.is_ours(config.hf_config):
+        return
+    # OpenMP threads that spin at barriers make a busy machine ten times slower. The processes
+    # that compute start after this one and read it then.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if asked == "auto" and config.dtype == torch.float32:
         declare_resolution(server_args, "sglang-glm53", kv_cache_dtype="auto")
 
 
