@@ -246,6 +246,13 @@ FEATURES: tuple[Feature, ...] = (
         "serve it with --dtype bfloat16, or --dtype float32 on a CPU",
     ),
     Feature(
+        "float32 on a GPU",
+        lambda s: _on_gpu(s) and s.dtype == "torch.float32",
+        REFUSED,
+        "SGLang's GPU kernels for norms take no float32",
+        "serve it with --dtype bfloat16, or in float32 on a CPU",
+    ),
+    Feature(
         "FP8 cache on a CPU",
         lambda s: _on_cpu(s) and str(s.get("kv_cache_dtype", "auto")).startswith(("fp8", "mxfp8")),
         REFUSED,

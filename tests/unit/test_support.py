@@ -48,6 +48,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "another FP8 scheme": {"checkpoint": {"quant_method": "fp8"}},
     "FP8 checkpoint in float32": {"checkpoint": FP8, "dtype": "float32"},
     "float16": {"dtype": "float16"},
+    "float32 on a GPU": {"device": "cuda", "dtype": "float32"},
     "FP8 cache on a CPU": {"kv_cache_dtype": "fp8_e4m3"},
     "another attention backend": {"attention_backend": "triton"},
     "compiled model on a CPU": {"enable_torch_compile": True},
@@ -73,7 +74,7 @@ def test_row_is_asked_for_by_its_option_and_not_by_default(row: support.Feature)
 @pytest.mark.parametrize("row", support.FEATURES, ids=lambda row: row.name)
 def test_decision_without_a_gpu(row: support.Feature) -> None:
     asked = {**ASKED[row.name], "device": "cpu"}
-    if row.decision == RUNS or row.name == "GPU":
+    if row.decision == RUNS or row.name in ("GPU", "float32 on a GPU"):
         assert evaluate(situation(**asked)).kind == RUNS
         return
     with pytest.raises(Glm53Error) as caught:
