@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_glm53 import catalog, support
-from sglang_glm53.compat import torch_attention
+from sglang_glm53.compat import indexer_capture, torch_attention
 
 _STAND_IN = "sglang_glm53.compat.sgl_kernel_cpu"
 
@@ -61,6 +61,7 @@ def cure() -> None:
         "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", _hook_arguments
     )
     torch_attention.install()
+    indexer_capture.install()
     catalog.wrap("sglang.srt.utils.numa_utils:init_threads_binding", _share_cores)
     catalog.wrap("sglang.srt.distributed.bootstrap:_init_cpu_threads_env", _without_kernel_threads)
     catalog.wrap("sglang.srt.distributed.parallel_state:init_model_parallel_group", _without_nccl)
