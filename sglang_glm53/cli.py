@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 from sglang_glm53 import __version__
 from sglang_glm53.commands import demo, status, tiny
-from sglang_glm53.errors import Glm53Error
+from sglang_glm53.errors import Glm53Error, describe
 
 COMMANDS = (demo, status, tiny)
 
@@ -63,6 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         print(f"glm53 {args.command}: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        print(
+            f"glm53 {args.command}: {describe(error)}; report this "
+            "(GLM53_DEBUG=1 shows the traceback)",
+            file=sys.stderr,
+        )
+        if os.environ.get("GLM53_DEBUG") == "1":
+            traceback.print_exc()
         return 1
 
 

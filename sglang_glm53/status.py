@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -86,14 +87,25 @@ def read_status(url: str, *, timeout: float = 10.0) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(f"{base}/server_info", timeout=timeout) as response:
             info = json.load(response)
-    except (urllib.error.URLError, OSError) as error:
-        reason = getattr(error, "reason", error)
+    except urllib.error.HTTPError as error:
         raise Glm53Error(
-            f"no SGLang server answers at {base}: {reason}; check the address and that it is ready"
+            f"{base}/server_info answers with HTTP {error.code}; check that an SGLang server "
+            "listens there, is ready and asks for no API key"
         ) from error
     except json.JSONDecodeError as error:
         raise Glm53Error(f"{base}/server_info is no JSON: is this an SGLang server?") from error
-    states = info.get("internal_states") or [{}]
+    # ValueError: an address that is none; HTTPException: something answers, but not in HTTP.
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = " ".join(str(getattr(error, "reason", error)).split()) or type(error).__name__
+        raise Glm53Error(
+            f"no SGLang server answers at {base}: {reason}; check the address and that it is ready"
+        ) from error
+    states = info.get("internal_states", [{}]) if isinstance(info, dict) else None
+    if not isinstance(states, list) or not all(isinstance(state, dict) for state in states[:1]):
+        raise Glm53Error(
+            f"{base}/server_info is not SGLang's; check that an SGLang server listens there"
+        )
+    states = states or [{}]
     block = states[0].get(KEY)
     if not isinstance(block, dict):
         raise Glm53Error(

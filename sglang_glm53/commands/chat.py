@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -77,8 +78,8 @@ def ask(url: str, question: str, *, max_tokens: int, timeout: float) -> Reply:
     except urllib.error.HTTPError as error:
         text = " ".join(error.read().decode(errors="replace").split())[:300]
         raise Glm53Error(f"the server answers with HTTP {error.code}: {text}") from error
-    except (urllib.error.URLError, OSError) as error:
-        raise Glm53Error(f"the connection to {url} broke: {error}") from error
+    except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+        raise Glm53Error(f"the connection to {url} broke: {error!r}") from error
     if first is None or last is None:
         raise Glm53Error(f"the server at {url} sent no text (finish reason: {finish_reason!r})")
     return Reply(reasoning, content, tokens, first - began, last - first, finish_reason)

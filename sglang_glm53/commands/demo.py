@@ -127,11 +127,20 @@ def tiny_model() -> Path:
     folder = cache_folder() / f"tiny-{digest.hexdigest()[:12]}"
     if not (folder / "config.json").is_file():
         say(f"making a miniature GLM-5.3 in {folder}")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
-            made = make_checkpoint(Path(scratch) / "tiny")
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(made, folder)  # all of it or nothing
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
+                made = make_checkpoint(Path(scratch) / "tiny")
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(made, folder)  # all of it or nothing
+        except (OSError, Glm53Error) as error:
+            cause = error.__cause__ if isinstance(error, Glm53Error) else error
+            if not isinstance(cause, OSError):
+                raise
+            raise Glm53Error(
+                f"cannot write to {folder.parent}: {cause.strerror or cause}; "
+                "set XDG_CACHE_HOME to another folder"
+            ) from error
     return folder
 
 

@@ -104,8 +104,15 @@ class Server:
 
     def start(self) -> None:
         """Start the process; `wait_ready` waits for the server in it."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as output:
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            output = self.log.open("wb")
+        except OSError as error:
+            raise Glm53Error(
+                f"cannot write the log {self.log}: {error.strerror or error}; "
+                "set XDG_CACHE_HOME to another folder"
+            ) from error
+        with output:
             self._process = subprocess.Popen(
                 [*sglang_command(), "serve", *self._arguments],
                 stdin=subprocess.DEVNULL,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ from sglang_glm53.tiny.options import TinyOptions, config_json, stop_token_ids
 
 MADE_BY = "glm53_tiny"  # field of config.json: the options the checkpoint was made with
 SHARD_BYTES = 16 << 20  # small, so that the index has more than one file to name
+SCRATCH = ".making-"
 
 
 def make_checkpoint(folder: str | Path, options: TinyOptions | None = None, **sizes: Any) -> Path:
     """Write a tiny GLM-5.3 checkpoint into `folder`; files of an earlier one are replaced.
 
-    The same options give the same bytes.
+    The same options give the same bytes. Whatever goes wrong while it is made, an earlier one
+    stays as it was.
 
     Args:
         folder: made if it is not there.
@@ -35,8 +39,20 @@ def make_checkpoint(folder: str | Path, options: TinyOptions | None = None, **si
     options.check()
     folder = Path(folder).expanduser()
     _require_libraries()
-    _clear(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_replaceable(folder)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH) as scratch:
+            _write_checkpoint(Path(scratch), options)
+            _move(Path(scratch), folder)
+    except OSError as error:
+        raise Glm53Error(
+            f"cannot write to {folder}: {error.strerror or error}; name another folder"
+        ) from error
+    return folder
 
+
+def _write_checkpoint(folder: Path, options: TinyOptions) -> None:
     from sglang_glm53.tiny.tokenizer import build_tokenizer, special_token_ids, write_tokenizer
     from sglang_glm53.tiny.weights import target_and_mtp
 
@@ -55,8 +71,7 @@ def make_checkpoint(folder: str | Path, options: TinyOptions | None = None, **si
         "top_p": 0.95,
     }
     _write_json(folder / "generation_config.json", generation)
-    _write_json(folder / "config.json", config)  # last: with it the folder is a checkpoint
-    return folder
+    _write_json(folder / "config.json", config)
 
 
 def _stored(
@@ -128,18 +143,19 @@ def made_with(folder: Path) -> dict[str, Any] | None:
     return config.get(MADE_BY) if isinstance(config, dict) else None
 
 
-def _clear(folder: Path) -> None:
-    """Make the folder, or remove an earlier tiny checkpoint's weights from it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and made_with(folder) is None:
-            raise Glm53Error(
-                f"{folder} holds something else than a tiny checkpoint; "
-                "name a new or an empty folder"
-            )
-        for file in (folder / "config.json", *folder.glob("model*.safetensors*")):
-            file.unlink(missing_ok=True)
-    except OSError as error:
+def _check_replaceable(folder: Path) -> None:
+    """Refuse a folder that holds anything but an earlier tiny checkpoint."""
+    held = [file for file in folder.iterdir() if not file.name.startswith(SCRATCH)]
+    if held and made_with(folder) is None:
         raise Glm53Error(
-            f"cannot write to {folder}: {error.strerror}; name another folder"
-        ) from error
+            f"{folder} holds something else than a tiny checkpoint; name a new or an empty folder"
+        )
+
+
+def _move(made: Path, folder: Path) -> None:
+    """Put the finished files in the place of an earlier checkpoint's."""
+    for file in (folder / "config.json", *folder.glob("model*.safetensors*")):
+        file.unlink(missing_ok=True)
+    # config.json last: with it the folder is a checkpoint
+    for file in sorted(made.iterdir(), key=lambda file: file.name == "config.json"):
+        os.replace(file, folder / file.name)

@@ -14,6 +14,16 @@ DTYPES = ("bfloat16", "float32")
 INDEX_TOPK_FREQ = 4
 INDEX_SKIP_TOPK_OFFSET = 3
 
+# GLM-5.3's own sizes: nothing larger is a miniature, or fits where one is made.
+LARGE_MODEL = {
+    "layers": 78,
+    "experts": 256,
+    "heads": 64,
+    "index_heads": 32,
+    "hidden": 6144,
+    "vocab": 154880,
+}
+
 
 @dataclass(frozen=True)
 class TinyOptions:
@@ -63,6 +73,11 @@ class TinyOptions:
             value = getattr(self, name)
             if value < low:
                 raise Glm53Error(f"--{name.replace('_', '-')} is {value}; use at least {low}")
+            if value > LARGE_MODEL.get(name, value):
+                most = LARGE_MODEL[name]
+                raise Glm53Error(
+                    f"--{name.replace('_', '-')} is {value}; use at most GLM-5.3's own {most}"
+                )
         if self.hidden % 64:
             raise Glm53Error(f"--hidden is {self.hidden}; use a multiple of 64")
         if self.dtype not in DTYPES:

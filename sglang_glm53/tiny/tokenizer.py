@@ -87,7 +87,7 @@ def special_token_ids(tokenizer: Any) -> dict[str, int]:
 
 def write_tokenizer(tokenizer: Any, folder: Path, *, max_length: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`."""
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         "backend": "tokenizers",
         "clean_up_tokenization_spaces": False,

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,6 +82,7 @@ def test_version() -> None:
         (["tiny", "/dev/null/x"], "cannot write"),
         (["status", "http://127.0.0.1:9"], "no SGLang server answers"),
         (["status", "nonsense://x"], "nonsense"),
+        (["status", "http://[::1"], "no SGLang server answers"),
         (["demo", "--model", "/nowhere"], "config.json"),
         (["demo", "--port", "99999"], "99999"),
     ],
@@ -92,6 +94,19 @@ def test_an_error_is_one_line_and_exit_code_1(arguments: list[str], says: str) -
     assert len(lines) == 1 and lines[0].startswith("glm53"), done.stderr
     assert says in lines[0]
     assert done.stdout == ""
+
+
+def test_an_error_of_our_own_making_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr("sglang_glm53.status.read_status", broken)
+    assert cli.main(["status", "http://x"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("glm53 status: RuntimeError: two lines at sglang_glm53/commands/")
+    assert "GLM53_DEBUG=1" in line
 
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
@@ -298,6 +313,23 @@ def test_a_stream_without_text_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         chat.ask("http://x", "?", max_tokens=1, timeout=1)
 
 
+def test_a_stream_that_breaks_off_is_an_error() -> None:
+    """The server died: half a chunk of the answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            with listening.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\nda")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(Glm53Error, match="broke"):
+            port = listening.getsockname()[1]
+            chat.ask(f"http://127.0.0.1:{port}", "?", max_tokens=1, timeout=5)
+        thread.join()
+
+
 def test_the_miniature_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -306,6 +338,19 @@ def test_the_miniature_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert demo.tiny_model() == folder
     assert (folder / "config.json").stat().st_mtime_ns == stamp
     assert [p.name for p in folder.parent.iterdir()] == [folder.name], "no scratch left"
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path, capsys: Any
+) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("sglang")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for arguments in ((), ("--model", str(model))):
+        assert cli.main(["demo", *arguments]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "cannot write" in line and "set XDG_CACHE_HOME" in line
 
 
 def test_what_the_server_does_is_told_in_words(tmp_path: Path) -> None:

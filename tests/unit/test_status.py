@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -102,6 +103,10 @@ def test_read_status(serve: Any) -> None:
         (json.dumps({"internal_states": [{}]}), "runs without sglang-glm53; install it"),
         (json.dumps({}), "runs without sglang-glm53"),
         ("<html>", "is no JSON: is this an SGLang server"),
+        ("[]", "is not SGLang's"),
+        ("null", "is not SGLang's"),
+        (json.dumps({"internal_states": 3}), "is not SGLang's"),
+        (json.dumps({"internal_states": [3]}), "is not SGLang's"),
     ],
 )
 def test_read_status_of_another_server(serve: Any, body: str, message: str) -> None:
@@ -112,3 +117,38 @@ def test_read_status_of_another_server(serve: Any, body: str, message: str) -> N
 def test_read_status_of_nothing() -> None:
     with pytest.raises(Glm53Error, match="no SGLang server answers at http://127.0.0.1:9: "):
         status.read_status("http://127.0.0.1:9/", timeout=2)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (b"SSH-2.0-OpenSSH_9.0\r\n", "no SGLang server answers at .*SSH"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", "no SGLang server answers"),
+        (b"HTTP/1.1 401 Unauthorized\r\n\r\n", "answers with HTTP 401; .*API key"),
+        (b"HTTP/1.1 302 Moved\r\nLocation: /server_info\r\n\r\n", "HTTP 302"),
+    ],
+)
+def test_read_status_of_a_server_that_breaks_off(reply: bytes, message: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(reply)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(Glm53Error, match=message) as error:
+            status.read_status(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=5)
+        assert "\n" not in str(error.value)
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:abc", "http://127.0.0.1:9/a b"])
+def test_read_status_of_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(Glm53Error, match="no SGLang server answers"):
+        status.read_status(url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import subprocess
@@ -138,6 +139,7 @@ def test_fp8_dequantises_to_the_bf16_checkpoint(tiny_checkpoint: Make) -> None:
         ({"vocab": 100}, "--vocab"),
         ({"hidden": 200}, "--hidden"),
         ({"index_topk": 0}, "--index-topk"),
+        ({"hidden": 64_000_000}, "--hidden"),
         ({"dtype": "float16"}, "--dtype"),
         ({"dtype": "float32", "fp8": True}, "--fp8"),
     ],
@@ -162,6 +164,34 @@ def test_it_replaces_only_its_own(tmp_path: Path) -> None:
     make_checkpoint(own, **SMALL)
     assert made_with(own) == vars(TinyOptions(**SMALL))
     read_tensors(own)
+
+
+def test_what_goes_wrong_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills up, or Ctrl-C: neither a half-written folder nor a lost checkpoint."""
+    from sglang_glm53.tiny import checkpoint
+
+    own = make_checkpoint(tmp_path / "own", **SMALL)
+    before = digest(own)
+    for error, seen in (
+        (OSError(errno.ENOSPC, "No space left on device"), Glm53Error),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ):
+
+        def fail(*args: Any, error: BaseException = error, **kwargs: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(checkpoint, "_write_json", fail)
+        for folder in (own, tmp_path / "new"):
+            with pytest.raises(seen) as raised:
+                make_checkpoint(folder, seed=1, **SMALL)
+            if seen is Glm53Error:
+                assert f"cannot write to {folder}: No space left" in str(raised.value)
+    assert digest(own) == before
+    assert not list((tmp_path / "new").iterdir())
+    monkeypatch.undo()
+    make_checkpoint(tmp_path / "new", **SMALL)
 
 
 # --- tokenizer -----------------------------------------------------------------------------------
