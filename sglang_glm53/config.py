@@ -22,6 +22,8 @@ MODEL_DEFINITION: dict[str, Any] = {
     "scoring_func": "sigmoid",
 }
 
+TRANSFORMERS_THETA = 10000
+
 
 @dataclass(frozen=True)
 class Glm53Config:
@@ -196,6 +198,16 @@ def _rope_theta(get) -> float:
     theta = rope.get("rope_theta", get("rope_theta", None))
     if theta is None:
         raise Glm53Error("config.json: rope_theta is missing; GLM-5.3 has 8000000")
+    if float(theta) == TRANSFORMERS_THETA:
+        raise Glm53Error(
+            f"config.json: rope_theta is {TRANSFORMERS_THETA}, which transformers puts where there "
+            "is none; GLM-5.3 has 8000000"
+        )
+    if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise Glm53Error(
+            "config.json: partial_rotary_factor is not GLM-5.3's, which rotates all of "
+            "qk_rope_head_dim; remove it from rope_parameters"
+        )
     return float(theta)
 
 
@@ -238,10 +250,10 @@ def _indexer_types(get, layers: int) -> tuple[str, ...]:
             )
         implied = tuple(FULL if letter == "F" else SHARED for letter in pattern[:layers])
     elif freq is not None:
-        if freq < 1 or (offset is not None and offset < 1):
+        if not all(isinstance(n, int) and n >= 1 for n in (freq, offset) if n is not None):
             raise Glm53Error(
-                f"config.json: index_topk_freq {freq} and index_skip_topk_offset {offset} must be "
-                "1 or more"
+                f"config.json: index_topk_freq {freq!r} and index_skip_topk_offset {offset!r} "
+                "must be numbers, 1 or more"
             )
         implied = schedule(layers, freq, offset)
     else:
@@ -288,7 +300,7 @@ def _check(config: Glm53Config, mlp_layer_types: list[str] | None) -> None:
     if config.index_head_dim != 128:
         raise Glm53Error(
             f"config.json: index_head_dim is {config.index_head_dim}; SGLang's index cache holds "
-            "128 values a token, as GLM-5.3 has"
+            "128 values a token, as GLM-5.3 has; set it to 128"
         )
     if config.indexer_types[0] != FULL:
         raise Glm53Error(
@@ -305,7 +317,13 @@ def _check(config: Glm53Config, mlp_layer_types: list[str] | None) -> None:
     if config.num_experts_per_tok > config.n_routed_experts:
         raise Glm53Error(
             f"config.json: num_experts_per_tok {config.num_experts_per_tok} exceeds "
-            f"n_routed_experts {config.n_routed_experts}"
+            f"n_routed_experts {config.n_routed_experts}; take config.json from the model's own "
+            "repository"
+        )
+    if config.n_routed_experts % config.n_group or config.topk_group > config.n_group:
+        raise Glm53Error(
+            f"config.json: n_group {config.n_group} and topk_group {config.topk_group} do not "
+            f"divide {config.n_routed_experts} experts; GLM-5.3 has 1 and 1"
         )
     if config.qk_rope_head_dim > config.index_head_dim or config.qk_rope_head_dim % 2:
         raise Glm53Error(

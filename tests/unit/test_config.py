@@ -119,6 +119,12 @@ def test_pattern() -> None:
         ({"index_topk_pattern": "SF" * 39}, "layer 0"),
         ({"index_topk_pattern": "FS"}, "78 letters"),
         ({"index_topk_freq": 0}, "1 or more"),
+        ({"index_topk_freq": "4"}, "'4'"),
+        # what transformers makes of a config.json without a theta
+        ({"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": 8e6, "partial_rotary_factor": 0.5}}, "partial_rotary"),
+        ({"n_group": 3}, "n_group"),
+        ({"topk_group": 2}, "topk_group"),
         ({"mlp_layer_types": ["sparse"] * 78}, "mlp_layer_types"),
         ({"num_nextn_predict_layers": 2}, "one MTP layer"),
         ({"num_experts_per_tok": 300}, "exceeds"),
