@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from sglang.srt.model_loader.utils import maybe_executor_submit, should_async_load
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
@@ -132,6 +134,14 @@ class CheckpointLoader:
             self._load(weights)
         except Glm53Error as error:
             fatal(str(error))
+        except (SafetensorError, OSError) as error:
+            if self.loaded_once:
+                raise  # SGLang answers the request that asked for an update
+            file = _damaged_file(getattr(self.model.config, "_name_or_path", ""))
+            fatal(
+                f"checkpoint: {file} cannot be read ({error}); it is truncated or damaged, "
+                "download it again"
+            )
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         params = dict(self.model.named_parameters(remove_duplicate=False))
@@ -278,6 +288,17 @@ class CheckpointLoader:
                 f"checkpoint: nothing was written to {len(unwritten)} parameters, first "
                 f"{unwritten[0]}; the checkpoint's quantisation does not fit this build"
             )
+
+
+def _damaged_file(folder: str) -> str:
+    """The shard that does not open; safetensors' own errors do not name it."""
+    for file in sorted(Path(folder).glob("*.safetensors")) if folder else ():
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return str(file)
+    return "a shard"
 
 
 def _unstack_experts(

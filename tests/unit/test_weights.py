@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from torch import nn
 
 pytest.importorskip("sglang")
+
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from sglang_glm53.checkpoint import checkpoint_tensors, layer_prefix, scale_shape
 from sglang_glm53.config import Glm53Config
@@ -104,9 +108,9 @@ class FakeModel:
         return iter(self.params.items())
 
 
-def fails(model: FakeModel, tensors: dict | list, capsys, **kwargs: bool) -> str:
+def fails(model: FakeModel, tensors: dict | Iterable, capsys, **kwargs: bool) -> str:
     loader = CheckpointLoader(model, CONFIG, **kwargs)
-    items = tensors if isinstance(tensors, list) else list(tensors.items())
+    items = tensors.items() if isinstance(tensors, dict) else tensors
     with pytest.raises(SystemExit) as stop:
         loader.load(items)
     assert stop.value.code == 1
@@ -196,6 +200,22 @@ def test_a_wrong_shape_is_named(capsys) -> None:
 def test_a_tensor_that_is_there_twice_is_named(capsys) -> None:
     items = [*numbered().items(), ("model.norm.weight", torch.zeros(256))]
     assert "model.norm.weight is there twice" in fails(FakeModel(), items, capsys)
+
+
+def test_a_truncated_shard_is_named(capsys, tmp_path: Path) -> None:
+    model, whole, cut = FakeModel(), tmp_path / "1.safetensors", tmp_path / "2.safetensors"
+    model.config = SimpleNamespace(_name_or_path=str(tmp_path))
+    for file in (whole, cut):
+        save_file({"x": torch.zeros(64)}, file)
+    cut.write_bytes(cut.read_bytes()[:-100])
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for file in (whole, cut):
+            with safe_open(file, framework="pt") as shard:
+                yield "model.norm.weight", torch.zeros(256) + len(shard.keys())
+
+    line = fails(model, read(), capsys)
+    assert f"{cut} cannot be read" in line and "download it again" in line
 
 
 def test_later_loads_may_be_partial_but_not_wrong(capsys) -> None:
