@@ -72,14 +72,21 @@ def fatal(message: str) -> NoReturn:
     """
     if _exit_code() == TOLD and _follows_another_rank():
         time.sleep(FIRST_RANK_SECONDS)
-    line = " ".join(message.split())
-    sys.stderr.write(f"{PREFIX}{line}\n")
+    _tell(" ".join(message.split()))
     if os.environ.get("GLM53_DEBUG") == "1" and sys.exc_info()[0] is not None:
         traceback.print_exc()
     sys.stderr.flush()
     if threading.current_thread() is not threading.main_thread():
         os._exit(_exit_code())  # SystemExit would end this thread alone: the server would hang
     raise SystemExit(_exit_code())
+
+
+def _tell(line: str) -> None:
+    """Print our line, on a line of its own: SGLang may have a progress bar open, which has no end
+    of line."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    end_of_bar = "\n" if len(getattr(tqdm, "_instances", ())) else ""
+    sys.stderr.write(f"{end_of_bar}{PREFIX}{line}\n")
 
 
 def _follows_another_rank() -> bool:

@@ -89,6 +89,15 @@ def test_cancelled_clients_leak_nothing(server: Server, vocabulary: int) -> None
     assert server.flush() == free
 
 
+@pytest.mark.parametrize("text", ["", ["", "one"]])
+def test_an_empty_prompt_is_refused(server: Server, text: str | list[str]) -> None:
+    body = {"text": text, "sampling_params": {"max_new_tokens": 2}}
+    reply = requests.post(server.url + "/generate", json=body, timeout=60)
+    assert reply.status_code == 400 and "no tokens" in reply.text
+    assert requests.get(server.url + "/health", timeout=60).status_code == 200
+    settle(server)
+
+
 def test_32_concurrent_streams(server: Server, vocabulary: int) -> None:
     """All streams end with what each prompt gives alone, and every page comes back."""
     settle(server)
