@@ -129,14 +129,23 @@ class CheckpointLoader:
             self.ignored.add("lm_head.weight")
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write ``(checkpoint name, tensor)`` pairs; end the process on anything wrong."""
+        """Write ``(checkpoint name, tensor)`` pairs.
+
+        Anything wrong ends the process while the server starts; later it raises, and the server
+        goes on with what it has.
+
+        Raises:
+            Glm53Error: an update holds a tensor that the model does not have, or of another shape.
+        """
         try:
             self._load(weights)
         except Glm53Error as error:
+            if self.loaded_once:
+                raise  # SGLang answers the request that asked for an update
             fatal(str(error))
         except (SafetensorError, OSError) as error:
             if self.loaded_once:
-                raise  # SGLang answers the request that asked for an update
+                raise
             file = _damaged_file(getattr(self.model.config, "_name_or_path", ""))
             fatal(
                 f"checkpoint: {file} cannot be read ({error}); it is truncated or damaged, "
