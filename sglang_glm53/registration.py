@@ -67,7 +67,7 @@ def register_all() -> None:
         Glm53Error: unsupported SGLang, or a catalog row that the installed SGLang does not meet.
     """
     global _registered
-    from sglang_glm53 import host, processes, status
+    from sglang_glm53 import guards, host, processes, status
     from sglang_glm53.compat import cpu, torch_attention
 
     if _registered:
@@ -91,10 +91,7 @@ def register_all() -> None:
     catalog.on_load(
         "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", _hook_last_check
     )
-    catalog.wrap(
-        "sglang.srt.managers.tokenizer_manager:TokenizerManager._validate_one_request",
-        _refuse_no_tokens,
-    )
+    guards.install()
     processes.watch()
     status.publish()
 
@@ -144,23 +141,6 @@ def _count_exact_bytes(original: Any) -> Any:
         return count_exact_index_bytes(original)(self, **kwargs)
 
     return _compute_dsa_indexer_cell_size
-
-
-def _refuse_no_tokens(original: Any) -> Any:
-    """An empty text is no token where a tokenizer adds none, and a batch without rows ends the
-    scheduler; SGLang itself refuses only empty `input_ids`."""
-
-    def _validate_one_request(self: Any, obj: Any, input_ids: list[int] | None) -> None:
-        if (
-            input_ids is not None
-            and len(input_ids) == 0
-            and getattr(obj, "input_embeds", None) is None
-            and support.is_ours(self.model_config.hf_config)
-        ):
-            raise ValueError("The prompt is empty: it has no tokens.")
-        original(self, obj, input_ids)
-
-    return _validate_one_request
 
 
 def _guarded_architecture(original: Any) -> Any:

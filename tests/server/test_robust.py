@@ -89,13 +89,39 @@ def test_cancelled_clients_leak_nothing(server: Server, vocabulary: int) -> None
     assert server.flush() == free
 
 
-@pytest.mark.parametrize("text", ["", ["", "one"]])
-def test_an_empty_prompt_is_refused(server: Server, text: str | list[str]) -> None:
-    body = {"text": text, "sampling_params": {"max_new_tokens": 2}}
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ({"text": ""}, "no tokens"),
+        ({"text": ["", "one"]}, "no tokens"),
+        ({"input_ids": [1, 1 << 20]}, "token ids"),
+        ({"input_ids": [-1]}, "token ids"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused(
+    server: Server, prompt: dict[str, object], says: str
+) -> None:
+    body = {**prompt, "sampling_params": {"max_new_tokens": 2}}
     reply = requests.post(server.url + "/generate", json=body, timeout=60)
-    assert reply.status_code == 400 and "no tokens" in reply.text
+    assert reply.status_code == 400 and says in reply.text
     assert requests.get(server.url + "/health", timeout=60).status_code == 200
     settle(server)
+
+
+def test_a_failed_update_leaves_the_weights(
+    server: Server, vocabulary: int, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """A checkpoint of another size, and a folder that is none."""
+    prompt = random_prompt(vocabulary, 100, seed=11)
+    (before,) = server.generate([prompt], 16)
+    for folder in (tiny_checkpoint(layers=3, hidden=128), Path("/nowhere")):
+        reply = requests.post(
+            server.url + "/update_weights_from_disk", json={"model_path": str(folder)}, timeout=120
+        )
+        assert reply.status_code == 400 and not reply.json()["success"]
+        server.flush()
+        (after,) = server.generate([prompt], 16)
+        assert after.tokens == before.tokens
 
 
 def test_32_concurrent_streams(server: Server, vocabulary: int) -> None:

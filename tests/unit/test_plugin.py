@@ -175,34 +175,6 @@ def test_our_line_is_not_appended_to_a_progress_bar(capfd: pytest.CaptureFixture
     assert "sglang-glm53: x" in capfd.readouterr().err.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "ids", "refused"),
-    [
-        ("GlmMoeDsaForCausalLM", [], True),
-        ("GlmMoeDsaForCausalLM", [5], False),
-        ("GlmMoeDsaForCausalLM", None, False),
-        ("LlamaForCausalLM", [], False),
-    ],
-)
-def test_a_prompt_without_tokens_is_refused(
-    architecture: str, ids: list[int] | None, refused: bool
-) -> None:
-    """A batch without rows would end the scheduler."""
-    from sglang_glm53 import registration
-
-    seen: list[object] = []
-    validate = registration._refuse_no_tokens(lambda self, obj, input_ids: seen.append(input_ids))
-    config = types.SimpleNamespace(architectures=[architecture])
-    manager = types.SimpleNamespace(model_config=types.SimpleNamespace(hf_config=config))
-    request = types.SimpleNamespace(input_embeds=None)
-    if refused:
-        with pytest.raises(ValueError, match="no tokens"):
-            validate(manager, request, ids)
-    else:
-        validate(manager, request, ids)
-    assert seen == ([] if refused else [ids])
-
-
 def test_the_guard_ends_a_process_that_sglang_left_us_out_of() -> None:
     """SGLANG_PLUGINS names another plugin: SGLang runs nothing of ours, the tripwire does."""
     code = """

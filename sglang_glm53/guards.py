@@ -1,0 +1,70 @@
+"""Requests that would end the server: refused, or undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_glm53 import catalog, support
+from sglang_glm53.errors import describe
+
+
+def install() -> None:
+    """Set the changes (rows of the catalog)."""
+    catalog.wrap(
+        "sglang.srt.managers.tokenizer_manager:TokenizerManager._validate_one_request",
+        refuse_bad_tokens,
+    )
+    catalog.wrap(
+        "sglang.srt.model_executor.model_runner_components.weight_updater:"
+        "WeightUpdater.update_weights_from_disk",
+        keep_old_weights,
+    )
+
+
+def refuse_bad_tokens(original: Callable[..., None]) -> Callable[..., None]:
+    """A batch without rows, or an id without a row in the embedding, ends the scheduler.
+
+    SGLang refuses empty `input_ids`, but not an empty text, which is no token where the tokenizer
+    adds none.
+    """
+
+    def _validate_one_request(self: Any, obj: Any, input_ids: list[int] | None) -> None:
+        if input_ids is not None and support.is_ours(self.model_config.hf_config):
+            if len(input_ids) == 0 and getattr(obj, "input_embeds", None) is None:
+                raise ValueError("The prompt is empty: it has no tokens.")
+            rows = self.model_config.vocab_size
+            if len(input_ids) and not 0 <= min(input_ids) <= max(input_ids) < rows:
+                raise ValueError(
+                    f"The prompt has token ids from {min(input_ids)} to {max(input_ids)}; the "
+                    f"model has 0 to {rows - 1}."
+                )
+        original(self, obj, input_ids)
+
+    return _validate_one_request
+
+
+def keep_old_weights(original: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bool, str]]:
+    """An update with a checkpoint that does not fit leaves the server with the weights it had.
+
+    SGLang rolls back too, but from `model_config.model_path`, which names the new checkpoint by
+    then: the second failure ends the scheduler.
+    """
+
+    def update_weights_from_disk(
+        self: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
+    ) -> tuple[bool, str]:
+        if not support.serves_our_model():
+            return original(self, model_path, load_format, *args, **kwargs)
+        before = self.model_config.model_path
+        try:
+            success, message = original(self, model_path, load_format, *args, **kwargs)
+        except Exception as error:
+            original(self, before, load_format, *args, **kwargs)
+            success = False
+            message = f"{model_path}: {describe(error)}. The weights are those of {before} again."
+        if not success:
+            self.model_config.model_path = before
+        return success, message
+
+    return update_weights_from_disk
