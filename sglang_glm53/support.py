@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -289,6 +289,8 @@ FEATURES: tuple[Feature, ...] = (
     ),
 )
 
+SPECULATION = ("another speculative algorithm on a CPU", "tree of drafts on a CPU")
+
 _decision: Decision | None = None
 
 
@@ -312,14 +314,14 @@ def stock_class(name: str) -> type:
     return getattr(importlib.import_module(_STOCK_MODULE), name)
 
 
-def evaluate(situation: Situation) -> Decision:
-    """Hold the table against a situation.
+def evaluate(situation: Situation, rows: Sequence[Feature] = FEATURES) -> Decision:
+    """Hold the table, or some rows of it, against a situation.
 
     Raises:
         Glm53Error: a refused feature was asked for; or one that stands down under GLM53_STRICT=1
             or without a GPU.
     """
-    hits = tuple(row for row in FEATURES if row.asked(situation))
+    hits = tuple(row for row in rows if row.asked(situation))
     for row in hits:
         if row.decision == REFUSED:
             raise Glm53Error(f"{row.name}: {row.reason}; {row.advice}")
@@ -386,6 +388,20 @@ def check_arguments(server_args: Any) -> None:
     decision = evaluate(_situation(lambda name: getattr(view, name, None), model_config))
     if decision.kind == RUNS:
         Glm53Config.from_hf(model_config.hf_config)
+
+
+def check_speculation(server_args: Any) -> None:
+    """Hold the rows of the table that SGLang would otherwise forestall with an error of its own.
+
+    Raises:
+        Glm53Error: see `evaluate`.
+    """
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    view = resolving_view(server_args)
+    situation = _situation(lambda name: getattr(view, name, None), model_config_of(server_args))
+    evaluate(situation, [row for row in FEATURES if row.name in SPECULATION])
 
 
 def situation_of(model_config: Any) -> Situation | None:

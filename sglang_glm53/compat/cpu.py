@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_glm53 import catalog, support
 from sglang_glm53.compat import indexer_capture, torch_attention
+from sglang_glm53.errors import failed
 
 _STAND_IN = "sglang_glm53.compat.sgl_kernel_cpu"
 
@@ -114,6 +115,10 @@ def _answer_for_the_gpu(server_args: Any, previous: Callable[[Any], None]) -> No
     config = model_config_of(server_args)
     if not support.is_ours(config.hf_config):
         return
+    try:
+        support.check_speculation(server_args)
+    except Exception as error:
+        failed(error, doing="checking the configuration")
     # OpenMP threads that spin at barriers make a busy machine ten times slower. The processes
     # that compute start after this one and read it then.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -18,6 +18,7 @@ from sglang_glm53.compat import SUPPORTED
 
 from .conftest import FLOAT32
 from .harness import Server, free_port
+from .test_eagle import eagle_arguments
 
 pytestmark = pytest.mark.server
 
@@ -202,6 +203,8 @@ def test_a_checkpoint_without_a_tensor_is_refused_by_name(
     ("arguments", "told"),
     [
         (("--kv-cache-dtype", "fp8_e4m3"), "FP8 cache on a CPU"),
+        (("--speculative-algorithm", "NGRAM"), "another speculative algorithm on a CPU"),
+        ((*eagle_arguments(3, 4), "--speculative-eagle-topk", "2"), "tree of drafts on a CPU"),
         (("--pp-size", "2"), "pipeline parallelism: not tested with our classes, and SGLang's own"),
     ],
 )
