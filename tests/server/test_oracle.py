@@ -220,7 +220,7 @@ def test_bf16_with_the_real_cache_format(
     """bf16 latents and FP8 index keys: at most 1.5 times transformers' own bf16 error.
 
     The rounding of the index keys accounts for what is above 1: transformers' bf16 model with
-    its index keys rounded to FP8 in the same way comes out at about 1.4 as well.
+    its index keys rounded to FP8 in the same way comes out at almost 1.5 as well.
     """
     checkpoint = tiny_checkpoint()
     exact, own = reference(checkpoint), reference(checkpoint, torch.bfloat16)
