@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .comparing import ROUNDING, largest_difference, settled_prompt
+from .comparing import NEAR_TIE, largest_difference, settled_prompt
 from .conftest import FLOAT32
 from .harness import Answer, Recording, Server, ServerPool
 
@@ -22,7 +22,7 @@ LOGPROB_TOLERANCE = 1e-5
 # Equal up to the rounding of matrix products of another number of rows; a wrong or stale slot
 # differs by the size of its entries, which is about 1.
 CACHE_TOLERANCE = 1e-4
-CLEAR_MARGIN = 2e-4  # logit margin under which a drafted token is a toss-up
+CLEAR_MARGIN = 1e-3  # logit margin under which a drafted token is a toss-up
 
 
 def eagle_arguments(steps: int, tokens: int) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ def test_drafts_equal_the_reference(case: Case, mtp: object) -> None:
             assert last == sequence[cached], "the row after the cache is not the last token"
             expected = mtp.propose(sequence[: cached + 1], hidden, case.steps, case.share)
             compared += 1
-            if expected.margin < CLEAR_MARGIN or expected.gap < ROUNDING:
+            if expected.margin < CLEAR_MARGIN or expected.gap < NEAR_TIE:
                 unclear += 1
                 continue
             assert draft == expected.tokens, (
