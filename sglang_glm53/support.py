@@ -385,9 +385,33 @@ def check_arguments(server_args: Any) -> None:
     if not is_ours(model_config.hf_config):
         return
     view = resolving_view(server_args)
-    decision = evaluate(_situation(lambda name: getattr(view, name, None), model_config))
-    if decision.kind == RUNS:
-        Glm53Config.from_hf(model_config.hf_config)
+    situation = _situation(lambda name: getattr(view, name, None), model_config)
+    if evaluate(situation).kind == RUNS:
+        check_ranks(situation, Glm53Config.from_hf(model_config.hf_config))
+
+
+def check_ranks(situation: Situation, config: Any) -> None:
+    """Refuse ranks that do not divide what they share. On a CPU SGLang would pad the config
+    instead, and the checkpoint no longer fit it.
+
+    Raises:
+        Glm53Error: one line that names the size.
+    """
+    ranks = situation.get("tp_size", 1)
+    groups = situation.get("attn_dp_size", 1)
+    if situation.get("enable_dp_attention"):
+        groups = max(groups, situation.get("dp_size", 1))
+    for name, share in (
+        ("num_attention_heads", max(1, ranks // groups)),
+        ("intermediate_size", situation.get("moe_dense_tp_size", ranks)),
+        ("moe_intermediate_size", ranks),
+    ):
+        size = getattr(config, name)
+        if size % share:
+            raise Glm53Error(
+                f"--tp-size {ranks}: {name} is {size}, which {share} ranks cannot share evenly; "
+                "use a number of ranks that divides it"
+            )
 
 
 def check_speculation(server_args: Any) -> None:

@@ -146,3 +146,25 @@ def test_is_ours() -> None:
     assert support.is_ours(CONFIG)
     assert not support.is_ours(SimpleNamespace(architectures=["LlamaForCausalLM"]))
     assert not support.is_ours(SimpleNamespace(architectures=None))
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        ({}, None),
+        ({"tp_size": 4}, None),
+        ({"tp_size": 3}, "num_attention_heads is 4, which 3 ranks"),
+        ({"tp_size": 8, "attn_dp_size": 2}, None),
+        ({"tp_size": 8, "enable_dp_attention": True, "dp_size": 2}, None),
+        ({"tp_size": 8}, "num_attention_heads"),
+        ({"tp_size": 3, "attn_dp_size": 3}, "intermediate_size is 128"),
+        ({"tp_size": 3, "attn_dp_size": 3, "moe_dense_tp_size": 1}, "moe_intermediate_size"),
+    ],
+)
+def test_ranks_share_evenly(args: dict[str, Any], names: str | None) -> None:
+    config = SimpleNamespace(num_attention_heads=4, intermediate_size=128, moe_intermediate_size=64)
+    if names is None:
+        support.check_ranks(situation(**args), config)
+        return
+    with pytest.raises(Glm53Error, match=names):
+        support.check_ranks(situation(**args), config)
