@@ -44,13 +44,16 @@ make_venv() { # python folder options...
 
 # A venv whose packages are those of another environment, and ours on top.
 make_layer() { # base-python folder
-  local base=$1 folder=$2 places
+  local base=$1 folder=$2 places site
   say "putting $folder on top of $base (SGLang $(sglang_of "$base"))"
   make_venv "$base" "$folder" --without-pip
   places=$("$base" -c 'import os, sys
 print("\n".join(dict.fromkeys(p for p in sys.path if p.endswith("-packages") and os.path.isdir(p))))')
   "$base" -m pip --version >/dev/null 2>&1 || die "$base has no pip; run $base -m ensurepip"
-  echo "$places" > "$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+  site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  # The base may have this package itself: this checkout comes first.
+  echo "$places" > "$site/base.pth"
+  ln -s "$PWD/sglang_glm53" "$site/sglang_glm53"
   echo "$base" > "$folder/.base"
 }
 
@@ -87,7 +90,12 @@ fi
 python=$PWD/$folder/bin/python
 
 # Everything below is skipped if nothing changed since it was last done.
-key="$(cat pyproject.toml setup.py | cksum) $(sglang_of "$python")"
+installed() { # what must stay as it was: the metadata, SGLang, and that this checkout is what runs
+  cat pyproject.toml setup.py | cksum
+  (cd / && "$python" -c 'import importlib.metadata as m, sglang_glm53 as ours
+print(m.version("sglang"), ours.__file__)' 2>/dev/null) || true
+}
+key=$(installed)
 stamp=$folder/.ready
 if [[ $(cat "$stamp" 2>/dev/null) != "$key" ]]; then
   version=$(sglang_of "$python")
@@ -99,7 +107,7 @@ if [[ $(cat "$stamp" 2>/dev/null) != "$key" ]]; then
     die "$folder has SGLang $version; supported are 0.5.22 and 0.5.23: remove $folder, run again"
   fi
   install_project "$python"
-  echo "$(cat pyproject.toml setup.py | cksum) $(sglang_of "$python")" > "$stamp"
+  installed > "$stamp"
   say "ready: SGLang $(sglang_of "$python") in $folder"
 fi
 echo "$python"

@@ -50,7 +50,7 @@ def test_a_layer_runs_this_checkout_and_leaves_its_base_alone(checkout: Path) ->
     )
     shown = subprocess.run([python, "-c", program], cwd="/", capture_output=True, text=True)
     code, dist, whole = shown.stdout.splitlines()
-    assert Path(code) == checkout / "sglang_glm53" / "__init__.py"
+    assert Path(code).resolve() == checkout / "sglang_glm53" / "__init__.py"
     assert (checkout / ".venv-layer") in Path(dist).parents
     assert whole == "True"
     assert (listing(site / "site-packages"), listing(Path(sys.prefix, "bin"))) == before
