@@ -54,6 +54,15 @@ print("\n".join(dict.fromkeys(p for p in sys.path if p.endswith("-packages") and
   # The base may have this package itself: this checkout comes first.
   echo "$places" > "$site/base.pth"
   ln -s "$PWD/sglang_glm53" "$site/sglang_glm53"
+  # The base's own `sglang` would run in the base.
+  cat > "$folder/bin/sglang" <<SCRIPT
+#!$PWD/$folder/bin/python
+import sys
+from sglang.cli.main import main
+if __name__ == "__main__":
+    sys.exit(main())
+SCRIPT
+  chmod +x "$folder/bin/sglang"
   echo "$base" > "$folder/.base"
 }
 

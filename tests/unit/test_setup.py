@@ -55,6 +55,11 @@ def test_a_layer_runs_this_checkout_and_leaves_its_base_alone(checkout: Path) ->
     assert whole == "True"
     assert (listing(site / "site-packages"), listing(Path(sys.prefix, "bin"))) == before
 
+    script = Path(python).with_name("sglang")
+    assert script.read_text().splitlines()[0] == f"#!{python}"
+    shown = subprocess.run([script, "version"], cwd="/", capture_output=True, text=True)
+    assert "sglang version: 0.5.2" in shown.stdout, shown.stderr
+
     again = setup(checkout, sys.executable)
     assert again.stdout == done.stdout and again.stderr == "", "nothing to do the second time"
 
