@@ -14,7 +14,7 @@ alone: the first answer of the model can be read, and it ends.
 
 A common part, one pattern on the first sixteenth of the residual stream, is added to every
 embedding and read by nothing but the indexer: it keeps most of the heads' dot products positive,
-so that hardly any index scores are tied at ReLU's zero.
+so that no two index scores are tied at ReLU's zero.
 """
 
 from __future__ import annotations

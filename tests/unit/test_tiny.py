@@ -348,15 +348,14 @@ def _first_positions(selected: Any) -> Any:
     return torch.arange(selected.shape[-1], dtype=selected.dtype).expand_as(selected)
 
 
-def test_index_scores_have_hardly_any_ties(reference: Any, walks: list) -> None:
+def test_index_scores_have_no_ties(reference: Any, walks: list) -> None:
     tokens = walks[-1][0]
     gap = reference.trace(tokens).gap
     assert (gap[reference.topk :] < 1e-5).float().mean() < 0.01
     for layer in reference.full_layers:
         scores = reference.model.model.layers[layer].self_attn.indexer.scores[0]
         visible = scores[torch.ones_like(scores, dtype=torch.bool).tril()]
-        # ReLU's zeros are ties: few, and mostly far from the k-th best, as the gap above shows.
-        assert (visible == 0).float().mean() < 5e-3
+        assert (visible == 0).float().mean() < 1e-3, "ReLU's zeros are ties"
 
 
 def test_the_first_answer_can_be_read(reference: Any, tokenizer: Any) -> None:
