@@ -5,7 +5,8 @@ then the server's arguments are known, which they are not when plugins are loade
 
 * runs: our classes serve.
 * stands down: one line with the reason, and SGLang's own class serves in our place. GLM53_STRICT=1
-  makes it an error. Without a GPU SGLang's own class cannot run, so there it is refused.
+  makes it an error, unless it was asked for (GLM53_SERVE=stock). Without a GPU SGLang's own class
+  cannot run, so there it is refused.
 * refused: one line, and the process ends: neither class would give what was asked for.
 """
 
@@ -28,6 +29,10 @@ _STOCK_MODULE = "sglang.srt.models.glm4_moe"
 
 RUNS, STANDS_DOWN, REFUSED = "runs", "stands down", "refused"
 
+SERVE_VARIABLE = "GLM53_SERVE"
+STOCK_ON_PURPOSE = "GLM53_SERVE=stock"
+HOPPER = (9, 0)
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -36,14 +41,18 @@ class Situation:
     Attributes:
         read: the effective value of a server argument, by the name of its ServerArgs field.
         config: the checkpoint's config (`hf_config`).
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" (NVIDIA and AMD), or another of PyTorch's names.
         dtype: served dtype, e.g. "torch.bfloat16".
+        capability: compute capability of the NVIDIA GPU, (9, 0) on Hopper; None elsewhere.
+        rocm: whether this is a ROCm build of PyTorch.
     """
 
     read: Callable[[str], Any]
     config: Any
     device: str
     dtype: str
+    capability: tuple[int, int] | None = None
+    rocm: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self.read(name)
@@ -81,6 +90,24 @@ def _on_gpu(s: Situation) -> bool:
 def _torch_attention(s: Situation) -> bool:
     """Whether the plain-torch attention would serve."""
     return _on_cpu(s) or os.environ.get("GLM53_ATTENTION") == "torch"
+
+
+def _stock_asked_for(_: Situation) -> bool:
+    """Whether GLM53_SERVE asks for SGLang's own class.
+
+    Raises:
+        Glm53Error: the variable has a value that means nothing.
+    """
+    value = os.environ.get(SERVE_VARIABLE, "")
+    if value not in ("", "ours", "stock"):
+        raise Glm53Error(f'{SERVE_VARIABLE} is "{value}"; it can be "ours" or "stock"')
+    return value == "stock"
+
+
+def _other_gpu(s: Situation) -> bool:
+    if not _on_gpu(s) or _torch_attention(s):
+        return False
+    return s.device != "cuda" or s.rocm or s.capability not in (None, HOPPER)
 
 
 def _quant_method(s: Situation) -> str | None:
@@ -149,11 +176,18 @@ FEATURES: tuple[Feature, ...] = (
     ),
     # --- what stands down to SGLang's own class -------------------------------------------
     Feature(
-        "GPU",
-        lambda s: _on_gpu(s) and not _torch_attention(s),
+        STOCK_ON_PURPOSE,
+        _stock_asked_for,
         STANDS_DOWN,
-        "this release has no GPU kernels",
-        "serve on a CPU, or set GLM53_ATTENTION=torch to run our plain-torch attention on the GPU",
+        "you asked for SGLang's own class",
+        f"unset {SERVE_VARIABLE} to serve our classes",
+    ),
+    Feature(
+        "another GPU than Hopper",
+        _other_gpu,
+        STANDS_DOWN,
+        "our classes were run on NVIDIA Hopper (compute capability 9.0) alone",
+        "serve on an H100, H200 or H20",
     ),
     Feature(
         "LoRA",
@@ -318,8 +352,8 @@ def evaluate(situation: Situation, rows: Sequence[Feature] = FEATURES) -> Decisi
     """Hold the table, or some rows of it, against a situation.
 
     Raises:
-        Glm53Error: a refused feature was asked for; or one that stands down under GLM53_STRICT=1
-            or without a GPU.
+        Glm53Error: a refused feature was asked for; or one that stands down without a GPU or
+            under GLM53_STRICT=1. What GLM53_SERVE=stock asks for on purpose is no error there.
     """
     hits = tuple(row for row in rows if row.asked(situation))
     for row in hits:
@@ -334,7 +368,7 @@ def evaluate(situation: Situation, rows: Sequence[Feature] = FEATURES) -> Decisi
             f"{row.name}: {row.reason}, and SGLang's own class cannot run without a GPU; "
             f"{row.advice}"
         )
-    if os.environ.get("GLM53_STRICT") == "1":
+    if os.environ.get("GLM53_STRICT") == "1" and row.name != STOCK_ON_PURPOSE:
         raise Glm53Error(f"{row.name}: {row.reason} (GLM53_STRICT=1); {row.advice}")
     return Decision(STANDS_DOWN, down)
 
@@ -440,11 +474,18 @@ def situation_of(model_config: Any) -> Situation | None:
 
 
 def _situation(read: Callable[[str], Any], model_config: Any) -> Situation:
+    import torch
+
+    device = str(read("device") or "cuda").split(":")[0]
+    rocm = torch.version.hip is not None
+    nvidia = device == "cuda" and not rocm and torch.cuda.is_available()
     return Situation(
         read=read,
         config=model_config.hf_config,
-        device=str(read("device") or "cuda").split(":")[0],
+        device=device,
         dtype=str(model_config.dtype),
+        capability=torch.cuda.get_device_capability() if nvidia else None,
+        rocm=rocm,
     )
 
 

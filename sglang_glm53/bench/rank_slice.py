@@ -86,6 +86,7 @@ def slice_config(*, layers: int, experts: int, vocab_size: int = VOCAB) -> dict[
         "index_n_heads": 32,
         "index_head_dim": 128,
         "index_topk_freq": 4,
+        "index_skip_topk_offset": 3,
         "indexer_rope_interleave": True,
         "indexer_types": indexer_types(layers),
         "index_share_for_mtp_iteration": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +19,24 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GLM53_STRICT", "GLM53_ATTENTION"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("GLM53_STRICT", "GLM53_ATTENTION", "GLM53_SERVE"):
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(support, "_decision", None)
 
 
-def situation(device: str = "cpu", dtype: str = "bfloat16", **args: Any) -> Situation:
+def situation(
+    device: str = "cpu",
+    dtype: str = "bfloat16",
+    capability: tuple[int, int] | None = (9, 0),
+    rocm: bool = False,
+    environment: dict[str, str] | None = None,
+    **args: Any,
+) -> Situation:
+    os.environ.update(environment or {})  # what the fixture above has noted for its undoing
     quantization = args.pop("checkpoint", None)
+    capability = None if device != "cuda" or rocm else capability
     config = SimpleNamespace(architectures=CONFIG.architectures, quantization_config=quantization)
-    return Situation(read=args.get, config=config, device=device, dtype=f"torch.{dtype}")
+    return Situation(args.get, config, device, f"torch.{dtype}", capability, rocm)
 
 
 # One way to ask for each row of the table.
@@ -36,7 +46,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "MTP speculation": {"speculative_algorithm": "EAGLE"},
     "FP8 checkpoint": {"checkpoint": FP8},
     "indexer selections in the answer": {"enable_return_indexer_topk": True},
-    "GPU": {"device": "cuda"},
+    "GLM53_SERVE=stock": {"environment": {"GLM53_SERVE": "stock"}},
+    "another GPU than Hopper": {"device": "cuda", "capability": (10, 0)},
     "LoRA": {"lora_paths": ["a"]},
     "two-batch overlap": {"enable_two_batch_overlap": True},
     "context parallelism": {"attn_cp_size": 2},
@@ -57,6 +68,10 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
+# Rows that ask what GPU there is.
+ON_GPU = ("another GPU than Hopper", "float32 on a GPU")
+
+
 def test_every_row_is_tested_and_complete() -> None:
     names = [row.name for row in support.FEATURES]
     assert sorted(names) == sorted(ASKED) and len(set(names)) == len(names)
@@ -67,14 +82,14 @@ def test_every_row_is_tested_and_complete() -> None:
 
 @pytest.mark.parametrize("row", support.FEATURES, ids=lambda row: row.name)
 def test_row_is_asked_for_by_its_option_and_not_by_default(row: support.Feature) -> None:
-    assert row.asked(situation(**ASKED[row.name]))
     assert not row.asked(situation())
+    assert row.asked(situation(**ASKED[row.name]))
 
 
 @pytest.mark.parametrize("row", support.FEATURES, ids=lambda row: row.name)
 def test_decision_without_a_gpu(row: support.Feature) -> None:
     asked = {**ASKED[row.name], "device": "cpu"}
-    if row.decision == RUNS or row.name in ("GPU", "float32 on a GPU"):
+    if row.decision == RUNS or row.name in ON_GPU:
         assert evaluate(situation(**asked)).kind == RUNS
         return
     with pytest.raises(Glm53Error) as caught:
@@ -85,9 +100,10 @@ def test_decision_without_a_gpu(row: support.Feature) -> None:
 
 
 def test_decision_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert evaluate(situation(device="cuda")).kind == RUNS
     decision = evaluate(situation(device="cuda", enable_lora=True))
     assert decision.kind == STANDS_DOWN
-    assert [row.name for row in decision.rows] == ["GPU", "LoRA"]
+    assert [row.name for row in decision.rows] == ["LoRA"]
     monkeypatch.setenv("GLM53_ATTENTION", "torch")
     assert evaluate(situation(device="cuda")).kind == RUNS
     assert evaluate(situation(device="cuda", enable_lora=True)).kind == STANDS_DOWN
@@ -96,6 +112,42 @@ def test_decision_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate(situation(device="cuda", enable_lora=True))
     with pytest.raises(Glm53Error, match="float16"):
         evaluate(situation(device="cuda", dtype="float16"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "stands_down"),
+    [
+        ({"capability": (9, 0)}, False),
+        ({"capability": None}, False),  # it could not be read: SGLang fails by itself
+        ({"capability": (8, 0)}, True),
+        ({"capability": (10, 3)}, True),
+        ({"rocm": True}, True),
+        ({"device": "xpu"}, True),
+        ({"device": "npu"}, True),
+    ],
+)
+def test_other_gpus_are_left_to_sglang(
+    gpu: dict[str, Any], stands_down: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"device": "cuda", **gpu}
+    assert (evaluate(situation(**asked)).kind == STANDS_DOWN) == stands_down
+    monkeypatch.setenv("GLM53_ATTENTION", "torch")  # needs no kernel of ours
+    assert evaluate(situation(**asked)).kind == RUNS
+
+
+def test_stock_on_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLM53_SERVE", "stock")
+    monkeypatch.setenv("GLM53_STRICT", "1")  # of what was not asked for
+    decision = evaluate(situation(device="cuda", enable_lora=True))
+    assert decision.kind == STANDS_DOWN
+    assert [row.name for row in decision.rows] == ["GLM53_SERVE=stock", "LoRA"]
+    with pytest.raises(Glm53Error, match="^GLM53_SERVE=stock: .* without a GPU; unset GLM53_SERVE"):
+        evaluate(situation())
+    monkeypatch.setenv("GLM53_SERVE", "ours")
+    assert evaluate(situation()).kind == RUNS
+    monkeypatch.setenv("GLM53_SERVE", "theirs")
+    with pytest.raises(Glm53Error, match='GLM53_SERVE is "theirs"; it can be "ours" or "stock"'):
+        evaluate(situation())
 
 
 def test_refused_comes_before_stands_down() -> None:
@@ -126,13 +178,14 @@ def test_predicates_read_real_arguments() -> None:
 def test_decide_logs_once_and_remembers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("GLM53_SERVE", "stock")
     monkeypatch.setattr(support, "situation_of", lambda config: situation(device="cuda"))
     monkeypatch.setattr(support, "_first_rank", lambda: True)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert support.decide(None).kind == STANDS_DOWN
     (record,) = caplog.records
-    assert "stands down (GPU)" in record.message and "own class serves" in record.message
+    assert "stands down (GLM53_SERVE=stock)" in record.message and "own class serves" in record.message
     assert not support.serves_our_model() and support.current().kind == STANDS_DOWN
 
 
