@@ -185,7 +185,9 @@ def test_decide_logs_once_and_remembers(
         for _ in range(2):
             assert support.decide(None).kind == STANDS_DOWN
     (record,) = caplog.records
-    assert "stands down (GLM53_SERVE=stock)" in record.message and "own class serves" in record.message
+    assert (
+        "stands down (GLM53_SERVE=stock)" in record.message and "own class serves" in record.message
+    )
     assert not support.serves_our_model() and support.current().kind == STANDS_DOWN
 
 
