@@ -21,6 +21,13 @@ def asked_on_gpu() -> bool:
     return os.environ.get("GLM53_ATTENTION") == "torch"
 
 
+def serves_plain_torch() -> bool:
+    """Whether the model being built runs on the plain-torch attention: no GPU, or asked for."""
+    import torch
+
+    return torch.get_default_device().type == "cpu" or asked_on_gpu()
+
+
 def install() -> None:
     """Set the changes (rows of the catalog)."""
     catalog.on_load(

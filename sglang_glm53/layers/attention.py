@@ -9,6 +9,10 @@ RoPE part that all heads share). With W_UK and W_UV, the halves of kv_b_proj, he
   any prefill that selects.
 * expanded: make every head's keys and values once and run dense attention. Cheaper while no
   sequence is longer than index_topk, where every position is selected anyway: short prefill.
+
+The backend that SGLang selected (its DSA backend on a GPU, backends/torch_dsa.py without one)
+decides between the forms, and runs whatever kernel `--dsa-prefill-backend` and
+`--dsa-decode-backend` ask for.
 """
 
 from __future__ import annotations
@@ -25,13 +29,21 @@ from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
+    eager_on_graph,
+    is_in_breakable_cuda_graph,
+)
+from sglang.srt.model_executor.runner_utils.forward_batch import get_forward_batch
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 from sglang.srt.utils import add_prefix
 from torch import nn
 
+from sglang_glm53.compat.torch_attention import serves_plain_torch
 from sglang_glm53.config import Glm53Config
-from sglang_glm53.layers.indexer import GlmIndexer
+from sglang_glm53.layers.fp8 import dequantize_blocks
+from sglang_glm53.layers.indexer import GlmIndexer, GlmTorchIndexer
+from sglang_glm53.layers.streams import forked, join, overlaps
 
 
 def make_rope(config: Glm53Config) -> nn.Module:
@@ -52,6 +64,13 @@ def uses_expanded_form() -> bool:
     return bool(getattr(getattr(backend, "primary", backend), "use_mha", False))
 
 
+def runs_between_graph_segments(forward_batch: ForwardBatch) -> bool:
+    """Whether this is a prefill that SGLang captures, or replays, as graph segments with breaks."""
+    return is_in_breakable_cuda_graph() and (
+        forward_batch.forward_mode.is_extend_without_speculative()
+    )
+
+
 class GlmAttention(nn.Module):
     """MLA of one layer: [T, hidden] -> [T, hidden], a partial sum over the attention-TP ranks.
 
@@ -66,10 +85,12 @@ class GlmAttention(nn.Module):
         prefix: str = "",
         *,
         is_nextn: bool = False,
+        side_stream: torch.cuda.Stream | None = None,
     ) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.is_nextn = is_nextn
+        self.side_stream = side_stream
         self.num_heads = config.num_attention_heads
         self.num_local_heads = self.num_heads // get_parallel().attn_tp_size
         self.q_lora_rank, self.kv_lora_rank = config.q_lora_rank, config.kv_lora_rank
@@ -122,14 +143,15 @@ class GlmAttention(nn.Module):
         self.next_skip_topk = is_nextn or (
             following < config.num_hidden_layers and not config.runs_indexer(following)
         )
-        self.indexer: GlmIndexer | None = None
+        self.indexer: GlmIndexer | GlmTorchIndexer | None = None
         if not self.skip_topk:
-            self.indexer = GlmIndexer(
+            self.indexer = _make_indexer(
                 config,
                 layer_id,
                 self.rotary_emb,
                 quant_config,
-                prefix=add_prefix("indexer", prefix),
+                add_prefix("indexer", prefix),
+                side_stream,
             )
 
         scaling = self.qk_head_dim**-0.5
@@ -185,7 +207,8 @@ class GlmAttention(nn.Module):
         Returns:
             [T, hidden] partial sum, and the selection if the next layer reuses it.
         """
-        if hidden_states.shape[0] == 0 and not get_attn_tp_context().input_scattered:
+        rows = hidden_states.shape[0]
+        if rows == 0 and not get_attn_tp_context().input_scattered:
             return hidden_states, None
 
         q_latent, kv_latent, k_rope = (
@@ -193,42 +216,50 @@ class GlmAttention(nn.Module):
             .fetch_qkv_latent()
             .split([self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         )
-        q_latent = self.q_a_layernorm(q_latent.contiguous())
-        kv_latent = self.kv_a_layernorm(kv_latent.contiguous())
-        q = self.q_b_proj(q_latent)[0].view(-1, self.num_local_heads, self.qk_head_dim)
-        q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        q_rope, k_rope = self.rotary_emb(positions, q_rope, k_rope.unsqueeze(1))
+        k_rope = k_rope.unsqueeze(1)
+        side = self.side_stream if overlaps(self.side_stream, rows) else None
+        if side is None:
+            kv_latent = self.kv_a_layernorm(kv_latent)
+        else:
+            with forked(side):
+                kv_latent = self.kv_a_layernorm(kv_latent)
+        q_latent = self.q_a_layernorm(q_latent)
 
         if uses_expanded_form():
             topk_indices = self._index_for_dense(hidden_states, q_latent, positions, forward_batch)
-            attended = self._attend_expanded(q_nope, q_rope, kv_latent, k_rope, forward_batch)
+            attended = self._attend_expanded(q_latent, kv_latent, k_rope, positions, forward_batch)
         else:
-            topk_indices = self._select(
-                hidden_states, q_latent, positions, forward_batch, prev_topk_indices
+            index = self._reused(prev_topk_indices)
+            attend = (
+                self._attend_in_prefill_graph
+                if runs_between_graph_segments(forward_batch)
+                else self._attend_absorbed
             )
-            attended = self._attend_absorbed(
-                q_nope, q_rope, kv_latent, k_rope, forward_batch, topk_indices
+            attended, topk_indices = attend(
+                hidden_states, q_latent, kv_latent, k_rope, positions, forward_batch, index
             )
         output, _ = self.o_proj(attended)
         return output, topk_indices if self.next_skip_topk else None
 
-    def _select(
-        self,
-        hidden_states: torch.Tensor,
-        q_latent: torch.Tensor,
-        positions: torch.Tensor,
-        forward_batch: ForwardBatch,
-        prev_topk_indices: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """[T, index_topk] int32: this layer's own selection, or the one handed down."""
-        reuses = prev_topk_indices is not None and (self.skip_topk or self.is_nextn)
-        if reuses:
+    def _reused(self, prev_topk_indices: torch.Tensor | None) -> torch.Tensor | None:
+        """The selection handed down, where this layer takes it; None where it selects itself."""
+        if prev_topk_indices is not None and (self.skip_topk or self.is_nextn):
             return maybe_capture_indexer_topk(self.layer_id, prev_topk_indices)
         if self.indexer is None:
             raise RuntimeError(
                 f"layer {self.layer_id} shares its indexer but got no selection from above"
             )
-        return self.indexer(hidden_states, q_latent, positions, forward_batch)
+        return None
+
+    def _queries(
+        self, q_latent: torch.Tensor, k_rope: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, heads, qk_head_dim] queries, their two parts, and k_rope [T, 1, rope]; RoPE applied
+        to the parts (and to the whole only where the kernel works in place)."""
+        q = self.q_b_proj(q_latent)[0].view(-1, self.num_local_heads, self.qk_head_dim)
+        q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        q_rope, k_rope = self.rotary_emb(positions, q_rope, k_rope)
+        return q, q_nope, q_rope, k_rope
 
     def _index_for_dense(
         self,
@@ -251,18 +282,36 @@ class GlmAttention(nn.Module):
 
     def _attend_absorbed(
         self,
-        q_nope: torch.Tensor,
-        q_rope: torch.Tensor,
+        hidden_states: torch.Tensor,
+        q_latent: torch.Tensor,
         kv_latent: torch.Tensor,
         k_rope: torch.Tensor,
+        positions: torch.Tensor,
         forward_batch: ForwardBatch,
-        topk_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        """[T, heads, *] queries and [T, *] latents -> [T, heads * v_head_dim]; writes the cache."""
-        q_latent_space = torch.bmm(q_nope.transpose(0, 1), self.w_kc).transpose(0, 1)
+        topk_indices: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Select unless given, attend; [T, heads * v_head_dim] and the selection; writes the cache.
+
+        While a decode or verify step is captured, the query path runs beside the indexer's scores
+        and selection, and the norm of the KV latent beside the query path.
+        """
+        side = self.side_stream if overlaps(self.side_stream, hidden_states.shape[0]) else None
+        if topk_indices is None and side is not None:
+            side.wait_stream(torch.cuda.current_stream())  # the query latent
+            topk_indices = self.indexer(hidden_states, q_latent, positions, forward_batch)
+            with torch.cuda.stream(side):
+                _, q_nope, q_rope, k_rope = self._queries(q_latent, k_rope, positions)
+                q_latents = self._fold_queries(q_nope)
+        else:
+            _, q_nope, q_rope, k_rope = self._queries(q_latent, k_rope, positions)
+            if topk_indices is None:
+                topk_indices = self.indexer(hidden_states, q_latent, positions, forward_batch)
+            q_latents = self._fold_queries(q_nope)
+        if side is not None:
+            join(side)
         latent = kv_latent.unsqueeze(1)
         attended = self.attn_mqa(
-            q_latent_space,
+            q_latents,
             latent,
             latent,
             forward_batch,
@@ -270,25 +319,93 @@ class GlmAttention(nn.Module):
             k_rope=k_rope,
             topk_indices=topk_indices,
         )
-        attended = attended.view(-1, self.num_local_heads, self.kv_lora_rank)
-        return torch.bmm(attended.transpose(0, 1), self.w_vc).transpose(0, 1).flatten(1)
+        return self._unfold_values(attended), topk_indices
+
+    def _attend_in_prefill_graph(
+        self,
+        hidden_states: torch.Tensor,
+        q_latent: torch.Tensor,
+        kv_latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        topk_indices: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_attend_absorbed` for a prefill graph: one break a layer, for all that depends on the
+        requests' lengths. What it writes lies at the addresses that the next segment reads."""
+        _, q_nope, q_rope, k_rope = self._queries(q_latent, k_rope, positions)
+        rows = q_nope.shape[0]
+        selects = topk_indices is None
+        if selects:
+            topk_indices = torch.empty(
+                (rows, self.indexer.index_topk), dtype=torch.int32, device=q_nope.device
+            )
+        attended = q_nope.new_empty((rows, self.num_local_heads * self.kv_lora_rank))
+        self._select_and_attend(
+            selects,
+            hidden_states,
+            q_latent,
+            positions,
+            q_nope,
+            q_rope,
+            kv_latent.unsqueeze(1),
+            k_rope,
+            q_nope.new_empty((self.num_local_heads, rows, self.kv_lora_rank)),
+            topk_indices,
+            attended,
+        )
+        return self._unfold_values(attended), topk_indices
+
+    @eager_on_graph
+    def _select_and_attend(
+        self,
+        selects: bool,
+        hidden_states: torch.Tensor,
+        q_latent: torch.Tensor,
+        positions: torch.Tensor,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        q_latents: torch.Tensor,
+        topk_indices: torch.Tensor,
+        attended: torch.Tensor,
+    ) -> None:
+        """Runs between two segments, at capture and at every replay, on the batch of the moment."""
+        if selects:
+            self.indexer.select_into(
+                topk_indices, hidden_states, q_latent, positions, get_forward_batch()
+            )
+        # The product is small; in a segment of its own it would cost a graph launch.
+        torch.bmm(q_nope.transpose(0, 1), self.w_kc, out=q_latents)
+        self.attn_mqa._eager_attention.run_eager(
+            q_latents.transpose(0, 1),
+            latent,
+            latent,
+            attended,
+            q_rope=q_rope,
+            k_rope=k_rope,
+            topk_indices=topk_indices,
+        )
 
     def _attend_expanded(
         self,
-        q_nope: torch.Tensor,
-        q_rope: torch.Tensor,
+        q_latent: torch.Tensor,
         kv_latent: torch.Tensor,
         k_rope: torch.Tensor,
+        positions: torch.Tensor,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
         """Dense attention over the whole of each request, prefix included; writes the cache."""
+        q, _, q_rope, k_rope = self._queries(q_latent, k_rope, positions)
+        q[..., self.qk_nope_head_dim :] = q_rope
         pool = get_token_to_kv_pool()
         pool.set_mla_kv_buffer(
             self.attn_mha, write_location(forward_batch), kv_latent.unsqueeze(1), k_rope
         )
         if any(forward_batch.extend_prefix_lens_cpu):
-            kv_latent, k_rope = pool.get_mla_kv_buffer(
-                self.attn_mha, dense_kv_slots(forward_batch), q_nope.dtype
+            kv_latent, k_rope = pool.read_latents(
+                self.attn_mha, dense_kv_slots(forward_batch), q.dtype
             )
             kv_latent = kv_latent.squeeze(1)
         kv = self.kv_b_proj(kv_latent)[0].view(
@@ -296,19 +413,50 @@ class GlmAttention(nn.Module):
         )
         k_nope, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         k = torch.cat([k_nope, k_rope.expand(-1, self.num_local_heads, -1)], dim=-1)
-        q = torch.cat([q_nope, q_rope], dim=-1)
-        return self.attn_mha(
+        forward_batch.mha_return_lse = False
+        attended = self.attn_mha(
             q, k, v, forward_batch, save_kv_cache=False, key_value_num_tokens=k.shape[0]
         )
+        return attended.reshape(-1, self.num_local_heads * self.v_head_dim)
+
+    def _fold_queries(self, q_nope: torch.Tensor) -> torch.Tensor:
+        """[T, heads, nope] -> q W_UK, [T, heads, kv_lora] (a view of [heads, T, kv_lora])."""
+        return torch.bmm(q_nope.transpose(0, 1), self.w_kc).transpose(0, 1)
+
+    def _unfold_values(self, attended: torch.Tensor) -> torch.Tensor:
+        """[T, heads * kv_lora] -> [T, heads * v_head_dim], written in the layout o_proj reads."""
+        attended = attended.view(-1, self.num_local_heads, self.kv_lora_rank)
+        values = attended.new_empty((attended.shape[0], self.num_local_heads, self.v_head_dim))
+        torch.bmm(attended.transpose(0, 1), self.w_vc, out=values.transpose(0, 1))
+        return values.flatten(1)
 
     def split_kv_b(self) -> None:
-        """Derive W_UK and W_UV from kv_b_proj's weight: [heads * (nope + v), kv_lora]."""
-        per_head = self.kv_b_proj.weight.data.unflatten(
-            0, (-1, self.qk_nope_head_dim + self.v_head_dim)
-        )
+        """Derive W_UK and W_UV from kv_b_proj's weight: [heads * (nope + v), kv_lora].
+
+        Runs before the quantisation method may rearrange a loaded weight. FP8 blocks become bf16,
+        and both matrices keep kv_lora innermost in memory, as the weight has it.
+        """
+        weight = self.kv_b_proj.weight.data
+        if weight.dtype == torch.float8_e4m3fn:
+            scale = self.kv_b_proj.weight_scale_inv.data
+            weight = dequantize_blocks(weight, scale, self.kv_a_layernorm.weight.dtype)
+        per_head = weight.unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
         w_kc, w_vc = per_head.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
-        self.w_kc = _store(self.w_kc, w_kc)
-        self.w_vc = _store(self.w_vc, w_vc.transpose(1, 2))
+        self.w_kc = _store(self.w_kc, w_kc.transpose(1, 2).contiguous().transpose(1, 2))
+        self.w_vc = _store(self.w_vc, w_vc.contiguous().transpose(1, 2))
+
+
+def _make_indexer(
+    config: Glm53Config,
+    layer_id: int,
+    rotary_emb: nn.Module,
+    quant_config: QuantizationConfig | None,
+    prefix: str,
+    side_stream: torch.cuda.Stream | None,
+) -> GlmIndexer | GlmTorchIndexer:
+    if serves_plain_torch():
+        return GlmTorchIndexer(config, layer_id, rotary_emb, quant_config, prefix)
+    return GlmIndexer(config, layer_id, rotary_emb, quant_config, prefix, side_stream)
 
 
 def write_location(forward_batch: ForwardBatch) -> Any:
@@ -325,7 +473,8 @@ def dense_kv_slots(forward_batch: ForwardBatch) -> torch.Tensor:
 
 
 def _store(target: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
+    """First load: take ``source``; a reload writes where CUDA graphs read."""
     if target is None:
-        return source.contiguous()
+        return source
     target.copy_(source)
     return target

@@ -25,6 +25,10 @@ from torch import nn
 from sglang_glm53.compat.layers import make_topk, num_fused_shared_experts
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.errors import Glm53Error
+from sglang_glm53.layers.streams import join, overlaps
+
+# Rows up to which SGLang's GEMM for a handful of rows serves the router; also its compiled limit.
+FEW_ROWS = 16
 
 
 class GlmMLP(nn.Module):
@@ -67,7 +71,10 @@ class GlmMLP(nn.Module):
 
 
 class GlmRouter(nn.Module):
-    """Router logits in FP32: the correction bias separates experts by less than bf16 resolves."""
+    """Router logits in FP32: the correction bias separates experts by less than bf16 resolves.
+
+    On a GPU bf16 rows meet bf16 weights and the products are summed and kept in FP32.
+    """
 
     def __init__(self, config: Glm53Config) -> None:
         super().__init__()
@@ -78,7 +85,14 @@ class GlmRouter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, n_routed_experts], float32."""
-        return F.linear(x.float(), self.weight.float())
+        if not x.is_cuda or x.dtype != torch.bfloat16:
+            return F.linear(x.float(), self.weight.float())
+        from sglang.kernels.ops.gemm.bf16_fp32 import linear_bf16_fp32
+        from sglang.kernels.ops.gemm.tiny_gemm import can_use_tiny_gemm, tiny_gemm_bf16
+
+        if x.shape[0] <= FEW_ROWS and can_use_tiny_gemm(*self.weight.shape, max_m=FEW_ROWS):
+            return tiny_gemm_bf16(x, self.weight, out_dtype=torch.float32, max_m=FEW_ROWS)
+        return linear_bf16_fp32(x, self.weight)
 
 
 class GlmMoE(nn.Module):
@@ -95,6 +109,8 @@ class GlmMoE(nn.Module):
         layer_id: int,
         quant_config: QuantizationConfig | None = None,
         prefix: str = "",
+        *,
+        side_stream: torch.cuda.Stream | None = None,
     ) -> None:
         super().__init__()
         if get_parallel().tp_size > config.n_routed_experts:
@@ -105,6 +121,7 @@ class GlmMoE(nn.Module):
         # SGLang asks every sum's owner; here the stage boundary completes it.
         self.reduce_results = False
         self.layer_id = layer_id
+        self.side_stream = side_stream
         self.num_fused_shared_experts = num_fused_shared_experts(config.n_shared_experts)
         fused = self.num_fused_shared_experts
 
@@ -119,6 +136,8 @@ class GlmMoE(nn.Module):
             quant_config=quant_config,
             routed_scaling_factor=config.routed_scaling_factor,
             routing_method_type=RoutingMethodType.DeepSeekV3,
+            # The shared expert reads the same rows, on a second stream perhaps.
+            inplace=fused > 0 or not config.n_shared_experts,
             prefix=add_prefix("experts", prefix),
         )
         # Torch's expert loop does not know the scaling factor, the GPU runners do: where they
@@ -126,6 +145,12 @@ class GlmMoE(nn.Module):
         scaled_by_router = (
             self.experts.should_fuse_routed_scaling_factor_in_topk
             or self.gate.weight.device.type == "cpu"
+        )
+        # The all-to-all dispatcher's runners leave the scaling to the model.
+        self.output_scale = (
+            config.routed_scaling_factor
+            if get_moe_a2a_backend().is_deepep() and not scaled_by_router
+            else 1.0
         )
         self.topk = make_topk(
             config,
@@ -149,18 +174,29 @@ class GlmMoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Every rank runs the experts, tokens or not: an all-to-all waits for all of them.
-        if x.shape[0] > 0:
-            shared = self.shared_experts(x) if self.shared_experts is not None else None
-            topk_output = self.topk(x, self.gate(x))
+        if x.shape[0] == 0:
+            return self.experts(x, self.topk.empty_topk_output(x.device))
+        if self.shared_experts is None:
+            return self._routed(x)
+        if overlaps(self.side_stream, x.shape[0]):
+            self.side_stream.wait_stream(torch.cuda.current_stream())
+            routed = self._routed(x)
+            # Issued last, so that the longer chain stays on the step's own stream.
+            with torch.cuda.stream(self.side_stream):
+                shared = self.shared_experts(x)
+            join(self.side_stream)
         else:
-            shared = None
-            topk_output = self.topk.empty_topk_output(x.device)
-        routed = self.experts(x, topk_output)
-        if shared is None:
-            return routed
+            shared = self.shared_experts(x)
+            routed = self._routed(x)
         if self.shared_is_replicated and not adds_replicated_output_to_partial():
             return routed  # a sum that is still owed counts the replicated expert once
-        return routed + shared
+        return routed.add_(shared)
+
+    def _routed(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> the weighted sum of each row's experts, a partial sum; a new tensor
+        where a shared expert is added to it."""
+        routed = self.experts(x, self.topk(x, self.gate(x)))
+        return routed if self.output_scale == 1.0 else routed.mul_(self.output_scale)
 
     def get_moe_weights(self) -> list[torch.Tensor]:
         """This rank's routed-expert tensors, [local experts, ...] each, for the expert balancer."""

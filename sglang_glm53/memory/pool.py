@@ -247,6 +247,18 @@ class GlmTokenToKVPool(DSATokenToKVPool):
         rows = buffer.index_select(0, loc.long()).to(dst_dtype or self.dtype)
         return rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :]
 
+    def read_latents(
+        self, layer: RadixAttention, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `get_mla_kv_buffer` in ``dtype``; FP8 latents (four scales a token) dequantised."""
+        if not self.dsa_kv_cache_store_fp8:
+            return self.get_mla_kv_buffer(layer, slots, dtype)
+        from sglang.kernels.ops.attention.dsa.dequant_k_cache import dequantize_k_cache_paged_dsa
+
+        rows = dequantize_k_cache_paged_dsa(self.get_key_buffer(layer.layer_id), slots).to(dtype)
+        latents = rows[..., : self.kv_lora_rank].contiguous()
+        return latents, rows[..., self.kv_lora_rank :]
+
     # Host copies of retracted requests. SGLang's versions call torch.cuda without asking.
 
     def get_cpu_copy(

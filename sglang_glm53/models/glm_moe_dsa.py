@@ -36,6 +36,7 @@ from sglang_glm53.config import Glm53Config, fill_model_definition
 from sglang_glm53.layers.attention import GlmAttention, uses_expanded_form
 from sglang_glm53.layers.boundary import append_layer, declare_layer
 from sglang_glm53.layers.moe import GlmMLP, GlmMoE
+from sglang_glm53.layers.streams import make_side_stream
 from sglang_glm53.models.fusion import shared_expert_fusion_obstacle
 from sglang_glm53.models.weights import CheckpointLoader, layer_quant_config
 
@@ -67,15 +68,21 @@ class GlmDecoderLayer(nn.Module):
         prefix: str = "",
         *,
         is_nextn: bool = False,
+        side_stream: torch.cuda.Stream | None = None,
     ) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.self_attn = GlmAttention(
-            config, layer_id, quant_config, add_prefix("self_attn", prefix), is_nextn=is_nextn
+            config,
+            layer_id,
+            quant_config,
+            add_prefix("self_attn", prefix),
+            is_nextn=is_nextn,
+            side_stream=side_stream,
         )
         if is_nextn or config.is_sparse(layer_id):
             self.mlp: GlmMLP | GlmMoE = GlmMoE(
-                config, layer_id, quant_config, add_prefix("mlp", prefix)
+                config, layer_id, quant_config, add_prefix("mlp", prefix), side_stream=side_stream
             )
         else:
             self.mlp = GlmMLP(
@@ -138,9 +145,12 @@ class GlmModel(nn.Module):
             )
         else:
             self.embed_tokens = PPMissingLayer()
+        side_stream = make_side_stream()
         self.layers, self.start_layer, self.end_layer = make_pp_layers(
             config.num_hidden_layers,
-            lambda idx, prefix: GlmDecoderLayer(config, idx, quant_config, prefix),
+            lambda idx, prefix: GlmDecoderLayer(
+                config, idx, quant_config, prefix, side_stream=side_stream
+            ),
             prefix=add_prefix("layers", prefix),
             offloader_kwargs={
                 "submodule_accessor": lambda layer: getattr(layer.mlp, "experts", layer.mlp),

@@ -31,6 +31,7 @@ from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_glm53.config import Glm53Config
+from sglang_glm53.layers.streams import make_side_stream
 from sglang_glm53.models.fusion import shared_expert_fusion_obstacle
 from sglang_glm53.models.glm_moe_dsa import PACKED_MODULES, GlmDecoderLayer, read_config
 from sglang_glm53.models.weights import CheckpointLoader, layer_quant_config
@@ -58,7 +59,12 @@ class GlmNextNModel(nn.Module):
         # Not `layers`: SGLang would capture prefill graphs of a draft that has them.
         with layer_stack():
             self.decoder = GlmDecoderLayer(
-                config, 0, quant_config, add_prefix("decoder", prefix), is_nextn=True
+                config,
+                0,
+                quant_config,
+                add_prefix("decoder", prefix),
+                is_nextn=True,
+                side_stream=make_side_stream(),
             )
         self.shared_head = nn.Module()
         self.shared_head.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -70,8 +76,7 @@ class GlmNextNModel(nn.Module):
         hidden_states = self.embed_tokens(input_ids)
         if hidden_states.shape[0] > 0:
             previous = forward_batch.spec_info.hidden_states
-            joined = torch.cat([self.enorm(hidden_states), self.hnorm(previous)], dim=-1)
-            hidden_states = self.eh_proj(joined)
+            hidden_states = self.eh_proj(self._join(hidden_states, previous))
 
         residual_batch.start(forward_batch)
         selection = IndexTopKShareState.from_mtp_carry(forward_batch)
@@ -87,6 +92,20 @@ class GlmNextNModel(nn.Module):
         selection.update(topk_indices)
         selection.publish()
         return hidden_states
+
+    def _join(self, embeddings: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """[enorm(embedding), hnorm(hidden)]: [T, 2 * hidden]; on a GPU in one launch."""
+        if not embeddings.is_cuda or embeddings.dtype != torch.bfloat16:
+            return torch.cat([self.enorm(embeddings), self.hnorm(previous)], dim=-1)
+        from sglang.kernels.ops.layernorm.fused_eh_norm import fused_eh_norm
+
+        return fused_eh_norm(
+            embeddings,
+            previous,
+            self.enorm.weight,
+            self.hnorm.weight,
+            self.enorm.variance_epsilon,
+        )
 
 
 class GlmMoeDsaForCausalLMNextN(nn.Module):

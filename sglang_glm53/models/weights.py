@@ -34,9 +34,11 @@ from sglang_glm53.checkpoint import (
 )
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.errors import Glm53Error, fatal
+from sglang_glm53.layers.fp8 import dequantize_blocks
 
 MERGED = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 EXPERT = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w2", "w2")}
+INDEX_PROJECTIONS = (".indexer.wk", ".indexer.weights_proj")
 MTP_ONLY = ("eh_proj.", "enorm.", "hnorm.", "shared_head.norm.")
 # Written by quantisation methods themselves, from defaults where the checkpoint has none.
 OPTIONAL_LEAVES = (".k_scale", ".v_scale", ".input_scale")
@@ -76,7 +78,12 @@ def dequantizes_fp8(quant_config: Any) -> bool:
     )
 
 
-def locate(name: str, config: Glm53Config, fused_shared_experts: int = 0) -> Slot:
+def locate(
+    name: str,
+    config: Glm53Config,
+    fused_shared_experts: int = 0,
+    joins_index_projections: bool = False,
+) -> Slot:
     """The slot of checkpoint tensor ``name`` (weight, bias or block scale) of a target layer."""
     if fused_shared_experts:
         name = name.replace(".mlp.shared_experts.", f".mlp.experts.{config.n_routed_experts}.")
@@ -91,6 +98,10 @@ def locate(name: str, config: Glm53Config, fused_shared_experts: int = 0) -> Slo
         if leaf.endswith(SCALE_SUFFIX):
             first = -(-first // FP8_BLOCK)
         return Slot(f"{parent}.fused_qkv_a_proj_with_mqa.{leaf}", proj, rows=first)
+    if joins_index_projections and module.endswith(INDEX_PROJECTIONS):
+        # Rows of one matrix on a GPU (layers/indexer.py).
+        first = 0 if proj == "wk" else config.index_head_dim
+        return Slot(f"{parent}.wk_weights_proj.{leaf}", proj, rows=first)
     if proj in MERGED:
         merged, shard = MERGED[proj]
         return Slot(f"{parent}.{merged}.{leaf}", shard)
@@ -103,16 +114,6 @@ def to_mtp_module(name: str, config: Glm53Config) -> str:
     return f"model.{rest}" if rest.startswith(MTP_ONLY) else f"model.decoder.{rest}"
 
 
-def dequantize_blocks(
-    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """[rows, cols] FP8 times its [ceil(rows/128), ceil(cols/128)] FP32 scales, as ``dtype``."""
-    rows, cols = weight.shape
-    per_value = scale.float().repeat_interleave(FP8_BLOCK, 0)[:rows]
-    per_value = per_value.repeat_interleave(FP8_BLOCK, 1)[:, :cols]
-    return (weight.float() * per_value).to(dtype)
-
-
 class CheckpointLoader:
     """Loads one model (the target, or the MTP draft) and keeps account of what was written."""
 
@@ -122,6 +123,9 @@ class CheckpointLoader:
         self.is_nextn = is_nextn
         self.dequantize = dequantizes_fp8(model.quant_config)
         self.dtype = torch.get_default_dtype()  # the served one, while the model is built
+        self.joins_index_projections = any(
+            name.endswith(".wk_weights_proj.weight") for name, _ in model.named_parameters()
+        )
         self.loaded_once = False
         self.known: dict[str, Shape] = dict(checkpoint_tensors(config))
         self.ignored = set(mtp_duplicates(config))
@@ -209,7 +213,8 @@ class CheckpointLoader:
             weight, scale = (first, tensor) if is_scale else (tensor, first)
             if weight.dtype != torch.float8_e4m3fn:
                 raise Glm53Error(f"checkpoint: {base} has a scale but is {weight.dtype}, not FP8")
-            if self.dequantize:
+            joined = self.joins_index_projections and base.endswith(".indexer.wk.weight")
+            if self.dequantize or joined:
                 yield base, dequantize_blocks(weight, scale, self.dtype)
             else:
                 yield base, weight
@@ -272,7 +277,7 @@ class CheckpointLoader:
             match = re.match(r"model\.layers\.(\d+)\.", name)
             layer = self.model.model.layers[int(match.group(1))] if match else None
         fused = getattr(getattr(layer, "mlp", None), "num_fused_shared_experts", 0)
-        return locate(name, self.config, fused)
+        return locate(name, self.config, fused, self.joins_index_projections)
 
     def _check_complete(
         self, params: dict[str, nn.Parameter], seen: set[str], written: set[Slot]
