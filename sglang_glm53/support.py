@@ -1,12 +1,13 @@
-"""Which features of SGLang run on our path, which stand down to SGLang's class, which are refused.
+"""Which class serves: ours, SGLang's own where we stand down, or none where options are refused.
 
-One table, `FEATURES`, and one question, `decide`, asked where SGLang resolves the model class: by
-then the server's arguments are known, which they are not when plugins are loaded.
+The table is in features.py; the one question is `decide`, asked where SGLang resolves the model
+class: by then the server's arguments are known, which they are not when plugins are loaded.
 
 * runs: our classes serve.
 * stands down: one line with the reason, and SGLang's own class serves in our place. GLM53_STRICT=1
   makes it an error, unless it was asked for (GLM53_SERVE=stock). Without a GPU SGLang's own class
-  cannot run, so there it is refused.
+  cannot run, so there it is refused. GLM53_SERVE=ours lets our classes serve where the only reason
+  is that nobody tested them with the option.
 * refused: one line, and the process ends: neither class would give what was asked for.
 """
 
@@ -21,54 +22,23 @@ from typing import Any
 
 from sglang_glm53 import __version__
 from sglang_glm53.errors import Glm53Error
+from sglang_glm53.features import (
+    FEATURES,
+    REFUSED,
+    RUNS,
+    SPECULATION,
+    STANDS_DOWN,
+    STOCK_ON_PURPOSE,
+    UNTESTED,
+    Feature,
+    Situation,
+    serve_wish,
+)
 
 logger = logging.getLogger(__name__)
 
 ARCHITECTURES = ("GlmMoeDsaForCausalLM", "GlmMoeDsaForCausalLMNextN")
 _STOCK_MODULE = "sglang.srt.models.glm4_moe"
-
-RUNS, STANDS_DOWN, REFUSED = "runs", "stands down", "refused"
-
-SERVE_VARIABLE = "GLM53_SERVE"
-STOCK_ON_PURPOSE = "GLM53_SERVE=stock"
-HOPPER = (9, 0)
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What the table's predicates read.
-
-    Attributes:
-        read: the effective value of a server argument, by the name of its ServerArgs field.
-        config: the checkpoint's config (`hf_config`).
-        device: "cpu", "cuda" (NVIDIA and AMD), or another of PyTorch's names.
-        dtype: served dtype, e.g. "torch.bfloat16".
-        capability: compute capability of the NVIDIA GPU, (9, 0) on Hopper; None elsewhere.
-        rocm: whether this is a ROCm build of PyTorch.
-    """
-
-    read: Callable[[str], Any]
-    config: Any
-    device: str
-    dtype: str
-    capability: tuple[int, int] | None = None
-    rocm: bool = False
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self.read(name)
-        return default if value is None else value
-
-
-@dataclass(frozen=True)
-class Feature:
-    """One row: where `asked(situation)` is true, `decision` holds for `reason`; `advice` is what
-    the user can do."""
-
-    name: str
-    asked: Callable[[Situation], bool]
-    decision: str
-    reason: str
-    advice: str
 
 
 @dataclass(frozen=True)
@@ -78,252 +48,6 @@ class Decision:
     kind: str
     rows: tuple[Feature, ...] = ()
 
-
-def _on_cpu(s: Situation) -> bool:
-    return s.device == "cpu"
-
-
-def _on_gpu(s: Situation) -> bool:
-    return s.device != "cpu"
-
-
-def _torch_attention(s: Situation) -> bool:
-    """Whether the plain-torch attention would serve."""
-    return _on_cpu(s) or os.environ.get("GLM53_ATTENTION") == "torch"
-
-
-def _stock_asked_for(_: Situation) -> bool:
-    """Whether GLM53_SERVE asks for SGLang's own class.
-
-    Raises:
-        Glm53Error: the variable has a value that means nothing.
-    """
-    value = os.environ.get(SERVE_VARIABLE, "")
-    if value not in ("", "ours", "stock"):
-        raise Glm53Error(f'{SERVE_VARIABLE} is "{value}"; it can be "ours" or "stock"')
-    return value == "stock"
-
-
-def _other_gpu(s: Situation) -> bool:
-    if not _on_gpu(s) or _torch_attention(s):
-        return False
-    return s.device != "cuda" or s.rocm or s.capability not in (None, HOPPER)
-
-
-def _quant_method(s: Situation) -> str | None:
-    """The checkpoint's quantization method, as its config names it."""
-    declared = getattr(s.config, "quantization_config", None) or {}
-    return declared.get("quant_method") if isinstance(declared, dict) else None
-
-
-def _other_quantization(s: Situation) -> bool:
-    asked = s.get("quantization")
-    return (asked not in (None, "fp8")) or _quant_method(s) not in (None, "fp8")
-
-
-def _other_fp8_blocks(s: Situation) -> bool:
-    declared = getattr(s.config, "quantization_config", None) or {}
-    if _quant_method(s) != "fp8":
-        return s.get("quantization") == "fp8"  # quantised while it is loaded
-    return list(declared.get("weight_block_size") or ()) != [128, 128]
-
-
-def _other_backend(s: Situation) -> bool:
-    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    return any(s.get(name) not in (None, "torch_native") for name in names)
-
-
-_CPU_ADVICE = "leave the option out"
-_STOCK_ADVICE = "leave the option out to serve our classes"
-
-# The first row that is refused, or else the first that stands down, is the one that is told.
-FEATURES: tuple[Feature, ...] = (
-    # --- what runs -------------------------------------------------------------------------
-    Feature(
-        "tensor parallelism",
-        lambda s: s.get("tp_size", 1) > 1,
-        RUNS,
-        "tested with 2 ranks on a CPU",
-        "--tp-size N",
-    ),
-    Feature(
-        "attention data parallelism",
-        lambda s: s.get("attn_dp_size", 1) > 1 or bool(s.get("enable_dp_attention")),
-        RUNS,
-        "tested with 2 ranks on a CPU",
-        "--attn-dp-size N (SGLang 0.5.22: --enable-dp-attention --dp-size N)",
-    ),
-    Feature(
-        "MTP speculation",
-        lambda s: s.get("speculative_algorithm") in ("EAGLE", "NEXTN"),
-        RUNS,
-        "the checkpoint's MTP layer drafts a chain of tokens",
-        "--speculative-algorithm EAGLE --speculative-num-steps N --speculative-eagle-topk 1",
-    ),
-    Feature(
-        "FP8 checkpoint",
-        lambda s: _quant_method(s) == "fp8",
-        RUNS,
-        "on a CPU the blocks of 128 x 128 are dequantised while they are loaded",
-        "--dtype bfloat16",
-    ),
-    Feature(
-        "indexer selections in the answer",
-        lambda s: bool(s.get("enable_return_indexer_topk")),
-        RUNS,
-        "positions inside the request",
-        "--enable-return-indexer-topk",
-    ),
-    # --- what stands down to SGLang's own class -------------------------------------------
-    Feature(
-        STOCK_ON_PURPOSE,
-        _stock_asked_for,
-        STANDS_DOWN,
-        "you asked for SGLang's own class",
-        f"unset {SERVE_VARIABLE} to serve our classes",
-    ),
-    Feature(
-        "another GPU than Hopper",
-        _other_gpu,
-        STANDS_DOWN,
-        "our classes were run on NVIDIA Hopper (compute capability 9.0) alone",
-        "serve on an H100, H200 or H20",
-    ),
-    Feature(
-        "LoRA",
-        lambda s: bool(s.get("enable_lora") or s.get("lora_paths")),
-        STANDS_DOWN,
-        "our layers take no adapters",
-        _STOCK_ADVICE,
-    ),
-    Feature(
-        "two-batch overlap",
-        lambda s: bool(s.get("enable_two_batch_overlap") or s.get("enable_single_batch_overlap")),
-        STANDS_DOWN,
-        "our layers run a batch as one",
-        _STOCK_ADVICE,
-    ),
-    Feature(
-        "context parallelism",
-        lambda s: (
-            s.get("dcp_size", 1) > 1 or s.get("attn_cp_size", 1) > 1 or s.get("enable_prefill_cp")
-        ),
-        STANDS_DOWN,
-        "our attention reads the whole sequence on each rank",
-        _STOCK_ADVICE,
-    ),
-    Feature(
-        "pipeline parallelism",
-        lambda s: s.get("pp_size", 1) > 1,
-        STANDS_DOWN,
-        "not tested with our classes",
-        _STOCK_ADVICE,
-    ),
-    Feature(
-        "expert parallelism",
-        lambda s: (
-            s.get("ep_size", 1) > 1
-            or s.get("moe_a2a_backend", "none") != "none"
-            or s.get("enable_eplb")
-        ),
-        STANDS_DOWN,
-        "not tested with our classes",
-        _STOCK_ADVICE,
-    ),
-    Feature(
-        "hierarchical cache",
-        lambda s: bool(
-            s.get("enable_hierarchical_cache")
-            or s.get("enable_hisparse")
-            or s.get("enable_lmcache")
-            or s.get("enable_flexkv")
-            or s.get("enable_unified_cache_external_linker")
-        ),
-        STANDS_DOWN,
-        "our pool is not copied to another tier",
-        _STOCK_ADVICE,
-    ),
-    Feature(
-        "disaggregated prefill and decode",
-        lambda s: s.get("disaggregation_mode", "null") != "null",
-        STANDS_DOWN,
-        "our pool is not transferred between servers",
-        _STOCK_ADVICE,
-    ),
-    Feature(
-        "another quantization",
-        _other_quantization,
-        STANDS_DOWN,
-        "our loader reads BF16 and FP8 in blocks of 128 x 128",
-        "serve the BF16 or the FP8 checkpoint",
-    ),
-    Feature(
-        "another FP8 scheme",
-        _other_fp8_blocks,
-        STANDS_DOWN,
-        "our loader reads FP8 in blocks of 128 x 128, as the checkpoint declares them",
-        "serve BF16 without --quantization, or FP8 with weight_block_size [128, 128]",
-    ),
-    # --- what is refused ------------------------------------------------------------------
-    Feature(
-        "FP8 checkpoint in float32",
-        lambda s: _quant_method(s) == "fp8" and s.dtype == "torch.float32",
-        REFUSED,
-        "SGLang's FP8 method has no float32 activations",
-        "serve it with --dtype bfloat16",
-    ),
-    Feature(
-        "float16",
-        lambda s: s.dtype == "torch.float16",
-        REFUSED,
-        "the model's activations leave float16's range",
-        "serve it with --dtype bfloat16, or --dtype float32 on a CPU",
-    ),
-    Feature(
-        "float32 on a GPU",
-        lambda s: _on_gpu(s) and s.dtype == "torch.float32",
-        REFUSED,
-        "SGLang's GPU kernels for norms take no float32",
-        "serve it with --dtype bfloat16, or in float32 on a CPU",
-    ),
-    Feature(
-        "FP8 cache on a CPU",
-        lambda s: _on_cpu(s) and str(s.get("kv_cache_dtype", "auto")).startswith(("fp8", "mxfp8")),
-        REFUSED,
-        "SGLang's CPU engine keeps no FP8 latents",
-        f"{_CPU_ADVICE}: the cache is bfloat16, and exact with --dtype float32",
-    ),
-    Feature(
-        "another attention backend",
-        lambda s: _torch_attention(s) and _other_backend(s),
-        REFUSED,
-        "without our GPU kernels only torch_native selects tokens by the indexer",
-        f"{_CPU_ADVICE}, or give --attention-backend torch_native",
-    ),
-    Feature(
-        "compiled model on a CPU",
-        lambda s: _on_cpu(s) and bool(s.get("enable_torch_compile")),
-        REFUSED,
-        "our reference attention is not traced by torch.compile",
-        _CPU_ADVICE,
-    ),
-    Feature(
-        "another speculative algorithm on a CPU",
-        lambda s: _on_cpu(s) and s.get("speculative_algorithm") not in (None, "EAGLE", "NEXTN"),
-        REFUSED,
-        "only the checkpoint's own MTP layer drafts there",
-        "use --speculative-algorithm EAGLE",
-    ),
-    Feature(
-        "tree of drafts on a CPU",
-        lambda s: _on_cpu(s) and s.get("speculative_eagle_topk", 1) > 1,
-        REFUSED,
-        "the reference attention verifies a chain",
-        "use --speculative-eagle-topk 1",
-    ),
-)
-
-SPECULATION = ("another speculative algorithm on a CPU", "tree of drafts on a CPU")
 
 _decision: Decision | None = None
 
@@ -360,6 +84,8 @@ def evaluate(situation: Situation, rows: Sequence[Feature] = FEATURES) -> Decisi
         if row.decision == REFUSED:
             raise Glm53Error(f"{row.name}: {row.reason}; {row.advice}")
     down = tuple(row for row in hits if row.decision == STANDS_DOWN)
+    if serve_wish() == "ours":
+        down = tuple(row for row in down if row.reason != UNTESTED)
     if not down:
         return Decision(RUNS)
     row = down[0]

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from sglang_glm53 import support
+from sglang_glm53.compat import sglang_version
 from sglang_glm53.errors import Glm53Error
-from sglang_glm53.support import REFUSED, RUNS, STANDS_DOWN, Situation, evaluate
+from sglang_glm53.features import REFUSED, RUNS, STANDS_DOWN, UNTESTED, Situation
+from sglang_glm53.support import evaluate
 
 CONFIG = SimpleNamespace(architectures=["GlmMoeDsaForCausalLM"])
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -19,7 +21,9 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GLM53_STRICT", "GLM53_ATTENTION", "GLM53_SERVE"):
+    ours = ("GLM53_STRICT", "GLM53_ATTENTION", "GLM53_SERVE")
+    sglangs = (row.name.partition("=")[0] for row in support.FEATURES if "SGLANG_" in row.name)
+    for name in (*ours, *sglangs):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(support, "_decision", None)
 
@@ -39,37 +43,191 @@ def situation(
     return Situation(args.get, config, device, f"torch.{dtype}", capability, rocm)
 
 
-# One way to ask for each row of the table.
-ASKED: dict[str, dict[str, Any]] = {
-    "tensor parallelism": {"tp_size": 2},
-    "attention data parallelism": {"attn_dp_size": 2},
-    "MTP speculation": {"speculative_algorithm": "EAGLE"},
-    "FP8 checkpoint": {"checkpoint": FP8},
-    "indexer selections in the answer": {"enable_return_indexer_topk": True},
-    "GLM53_SERVE=stock": {"environment": {"GLM53_SERVE": "stock"}},
-    "another GPU than Hopper": {"device": "cuda", "capability": (10, 0)},
-    "LoRA": {"lora_paths": ["a"]},
-    "two-batch overlap": {"enable_two_batch_overlap": True},
-    "context parallelism": {"attn_cp_size": 2},
-    "pipeline parallelism": {"pp_size": 2},
-    "expert parallelism": {"ep_size": 2},
-    "hierarchical cache": {"enable_hierarchical_cache": True},
-    "disaggregated prefill and decode": {"disaggregation_mode": "prefill"},
-    "another quantization": {"checkpoint": {"quant_method": "modelopt"}},
-    "another FP8 scheme": {"checkpoint": {"quant_method": "fp8"}},
-    "FP8 checkpoint in float32": {"checkpoint": FP8, "dtype": "float32"},
-    "float16": {"dtype": "float16"},
-    "float32 on a GPU": {"device": "cuda", "dtype": "float32"},
-    "FP8 cache on a CPU": {"kv_cache_dtype": "fp8_e4m3"},
-    "another attention backend": {"attention_backend": "triton"},
-    "compiled model on a CPU": {"enable_torch_compile": True},
-    "another speculative algorithm on a CPU": {"speculative_algorithm": "NGRAM"},
-    "tree of drafts on a CPU": {"speculative_eagle_topk": 4},
+GPU = {"device": "cuda"}
+
+
+def graphs(**backends: str) -> SimpleNamespace:
+    return SimpleNamespace(**{phase: SimpleNamespace(backend=b) for phase, b in backends.items()})
+
+
+# Ways to ask for each row of the table; the first also stands for the row where one is enough.
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "tensor parallelism": [{"tp_size": 2}],
+    "attention data parallelism": [{"attn_dp_size": 2}, {"enable_dp_attention": True}],
+    "MTP speculation": [{"speculative_algorithm": "EAGLE"}, {"speculative_algorithm": "NEXTN"}],
+    "FP8 checkpoint": [{"checkpoint": FP8}],
+    "indexer selections in the answer": [{"enable_return_indexer_topk": True}],
+    "GLM53_SERVE=stock": [{"environment": {"GLM53_SERVE": "stock"}}],
+    "another GPU than Hopper": [
+        {**GPU, "capability": (10, 0)},
+        {**GPU, "capability": (8, 0)},
+        {**GPU, "rocm": True},
+        {"device": "xpu"},
+        {"device": "npu"},
+    ],
+    "LoRA": [{"lora_paths": ["a"]}, {"enable_lora": True}],
+    "batch overlap": [{"enable_two_batch_overlap": True}, {"enable_single_batch_overlap": True}],
+    "context parallelism": [{"attn_cp_size": 2}, {"dcp_size": 2}, {"enable_prefill_cp": True}],
+    "pipeline parallelism": [{"pp_size": 2}],
+    "expert parallelism": [{"ep_size": 2}, {"moe_a2a_backend": "deepep"}, {"enable_eplb": True}],
+    "hierarchical cache": [
+        {"enable_hierarchical_cache": True},
+        {"enable_hisparse": True},
+        {"enable_lmcache": True},
+        {"enable_flexkv": True},
+        {"enable_unified_cache_external_linker": True},
+    ],
+    "disaggregated prefill and decode": [{"disaggregation_mode": "prefill"}],
+    "another quantization": [
+        {"checkpoint": {"quant_method": "modelopt"}},
+        {"quantization": "w4afp8"},
+        {"quantization": "nvfp4_online"},
+    ],
+    "another FP8 scheme": [{"checkpoint": {"quant_method": "fp8"}}, {"quantization": "fp8"}],
+    "another attention backend on a GPU": [
+        {**GPU, "attention_backend": "fa3"},
+        {**GPU, "prefill_attention_backend": "triton"},
+        {**GPU, "speculative_draft_attention_backend": "fa3"},
+    ],
+    "another sparse attention kernel": [
+        {**GPU, "dsa_prefill_backend": "tilelang"},
+        {**GPU, "dsa_decode_backend": "trtllm"},
+    ],
+    "another indexer kernel": [
+        {**GPU, "dsa_topk_backend": "torch"},
+        {**GPU, "speculative_dsa_topk_backend": "flashinfer"},
+        {**GPU, "dsa_paged_mqa_logits_backend": "cutedsl"},
+    ],
+    "another cache layout": [
+        {**GPU, "enable_kv_cache_sharding": True},
+        {**GPU, "kv_canary": "log"},
+    ],
+    "another CUDA graph backend": [
+        {**GPU, "cuda_graph_config": graphs(prefill="full", decode="full")},
+        {**GPU, "cuda_graph_config": graphs(prefill="tc_piecewise", decode="full")},
+        {**GPU, "cuda_graph_config": {"decode": {"backend": "breakable"}}},
+    ],
+    "compiled model on a GPU": [{**GPU, "enable_torch_compile": True}],
+    "another model kernel": [{**GPU, "enable_nvidia_megakernel": True}],
+    "split prefill": [{**GPU, "enable_pdmux": True}],
+    "deterministic inference": [
+        {**GPU, "enable_deterministic_inference": True},
+        {**GPU, "rl_on_policy_target": "fsdp"},
+    ],
+    "TF32 products": [{**GPU, "enable_tf32_matmul": True}],
+    "another MoE kernel": [
+        {**GPU, "moe_runner_backend": "flashinfer_cutlass"},
+        {**GPU, "speculative_moe_runner_backend": "marlin"},
+    ],
+    "another placement of experts": [
+        {**GPU, "moe_dp_size": 2},
+        {**GPU, "enable_paged_experts": True},
+        {**GPU, "elastic_ep_backend": "mooncake"},
+    ],
+    "another split of the shared expert or the dense layers": [
+        {**GPU, "shared_experts_tp_size": 1},
+        {**GPU, "enable_dense_mlp_attn_tp": True},
+    ],
+    "another speculative algorithm on a GPU": [
+        {**GPU, "speculative_algorithm": name}
+        for name in ("EAGLE3", "DFLASH", "STANDALONE", "NGRAM")
+    ],
+    "tree of drafts on a GPU": [{**GPU, "speculative_eagle_topk": 4}],
+    "another draft": [
+        {**GPU, "speculative_algorithm": "EAGLE", **draft}
+        for draft in (
+            {"enable_multi_layer_eagle": True},
+            {"speculative_adaptive": True},
+            {"model_path": "a", "speculative_draft_model_path": "b"},
+            {"kv_cache_dtype": "fp8_e4m3", "speculative_draft_kv_cache_dtype": "bfloat16"},
+            {"speculative_draft_model_quantization": "unquant"},
+            {"speculative_draft_load_format": "dummy", "load_format": "auto"},
+            {"decoupled_spec_role": "draft"},
+        )
+    ],
+    "hidden states of inner layers": [{**GPU, "enable_return_aux_hidden_states": True}],
+    "CPU offload": [{**GPU, "cpu_offload_gb": 4}, {**GPU, "offload_group_size": 2}],
+    "memory saver": [{**GPU, "enable_memory_saver": True}],
+    "another way to load weights": [
+        {**GPU, "load_format": "sharded_state"},
+        {**GPU, "weight_cache_mode": "client"},
+        {**GPU, "startup_weight_load_mode": "overlap"},
+    ],
+    "hooks on modules": [{**GPU, "forward_hooks": [{}]}],
+    **{
+        name: [{**GPU, "environment": {name.partition("=")[0]: name.partition("=")[2] or "1"}}]
+        for name in (
+            "SGLANG_USE_DEEPGEMM_BMM",
+            "SGLANG_ENABLE_DSA_Q8KV8_BORN_FP8_Q",
+            "SGLANG_DSA_TOPK_BROADCAST",
+            "SGLANG_DISABLE_DSA_INDEXER_FUSION",
+            "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH",
+            "SGLANG_SHARED_EXPERT_TP1",
+            "SGLANG_DP_SHARED_EXPERT_LOCAL",
+            "SGLANG_OPT_MOE_QUANT_ONCE",
+            "SGLANG_ENABLE_PCG_DSV2_DUAL_STREAM",
+            "SGLANG_DSA_FUSE_TOPK=0",
+        )
+    },
+    "FP8 checkpoint in float32": [{"checkpoint": FP8, "dtype": "float32"}],
+    "float16": [{"dtype": "float16"}],
+    "float32 on a GPU": [{**GPU, "dtype": "float32"}],
+    "another cache dtype": [{**GPU, "kv_cache_dtype": name} for name in ("nvfp4", "fp8_e5m2")],
+    "FP8 cache on a CPU": [{"kv_cache_dtype": "fp8_e4m3"}],
+    "another attention backend": [
+        {"attention_backend": "triton"},
+        {**GPU, "attention_backend": "fa3", "environment": {"GLM53_ATTENTION": "torch"}},
+    ],
+    "compiled model on a CPU": [{"enable_torch_compile": True}],
+    "another speculative algorithm on a CPU": [{"speculative_algorithm": "NGRAM"}],
+    "tree of drafts on a CPU": [{"speculative_eagle_topk": 4}],
 }
 
+# What SGLang's own defaults resolve to on a Hopper GPU: no row may take it for a wish.
+HOPPER_DEFAULTS = {
+    "attention_backend": "dsa",
+    "dsa_prefill_backend": "flashmla_sparse",
+    "dsa_decode_backend": "fa3",
+    "dsa_topk_backend": "sgl-kernel",
+    "speculative_dsa_topk_backend": "sgl-kernel",
+    "dsa_paged_mqa_logits_backend": "auto",
+    "kv_cache_dtype": "bfloat16",
+    "cuda_graph_config": graphs(prefill="breakable", decode="full"),
+    "moe_runner_backend": "auto",
+    "speculative_moe_runner_backend": "auto",
+    "moe_a2a_backend": "none",
+    "enable_tf32_matmul": False,
+    "load_format": "auto",
+    "weight_cache_mode": "off",
+    "startup_weight_load_mode": "serial",
+    "kv_canary": "none",
+    "decoupled_spec_role": "null",
+    "disaggregation_mode": "null",
+    "offload_group_size": -1,
+    "quantization": "fp8",
+    "model_path": "a",
+}
+HOPPER_MTP = {
+    **HOPPER_DEFAULTS,
+    "speculative_algorithm": "EAGLE",
+    "speculative_eagle_topk": 1,
+    "speculative_draft_model_path": "a",
+    "speculative_draft_model_quantization": "fp8",
+}
 
-# Rows that ask what GPU there is.
-ON_GPU = ("another GPU than Hopper", "float32 on a GPU")
+# Arguments that only some supported SGLang has: {name: the first release}.
+ONLY_SINCE = {
+    "enable_nvidia_megakernel": "0.5.23",
+    "enable_amd_monokernel": "0.5.23",
+    "enable_paged_experts": "0.5.23",
+    "enable_return_aux_hidden_states": "0.5.23",
+}
+
+WAYS = [
+    pytest.param(row, ask, id=f"{row.name}-{i}")
+    for row in support.FEATURES
+    for i, ask in enumerate(ASKED.get(row.name, ()))
+]
 
 
 def test_every_row_is_tested_and_complete() -> None:
@@ -80,23 +238,72 @@ def test_every_row_is_tested_and_complete() -> None:
         assert row.reason and row.advice and not row.reason.endswith(".")
 
 
-@pytest.mark.parametrize("row", support.FEATURES, ids=lambda row: row.name)
-def test_row_is_asked_for_by_its_option_and_not_by_default(row: support.Feature) -> None:
-    assert not row.asked(situation())
-    assert row.asked(situation(**ASKED[row.name]))
+@pytest.mark.parametrize(("row", "ask"), WAYS)
+def test_row_is_asked_for_by_its_option_and_not_by_default(
+    row: support.Feature, ask: dict[str, Any]
+) -> None:
+    for args in ({}, HOPPER_DEFAULTS, HOPPER_MTP):
+        if row.decision != RUNS:
+            assert not row.asked(situation("cuda" if args else "cpu", checkpoint=FP8, **args))
+    assert not row.asked(situation()) and not row.asked(situation("cuda"))
+    assert row.asked(situation(**ask))
 
 
-@pytest.mark.parametrize("row", support.FEATURES, ids=lambda row: row.name)
-def test_decision_without_a_gpu(row: support.Feature) -> None:
-    asked = {**ASKED[row.name], "device": "cpu"}
-    if row.decision == RUNS or row.name in ON_GPU:
-        assert evaluate(situation(**asked)).kind == RUNS
+@pytest.mark.parametrize(("row", "ask"), WAYS)
+def test_decision(row: support.Feature, ask: dict[str, Any]) -> None:
+    """What is told: on a CPU a row that stands down refuses, on a GPU SGLang's class serves."""
+    asked = situation(**ask)
+    if row.decision == RUNS:
+        assert evaluate(asked).kind == RUNS
+        return
+    if row.decision == STANDS_DOWN and asked.device != "cpu":
+        decision = evaluate(asked)
+        assert decision.kind == STANDS_DOWN and row in decision.rows
         return
     with pytest.raises(Glm53Error) as caught:
-        evaluate(situation(**asked))
+        evaluate(asked)
     line = str(caught.value)
     assert line.startswith(f"{row.name}: {row.reason}") and line.endswith(row.advice)
     assert ("cannot run without a GPU" in line) == (row.decision == STANDS_DOWN)
+
+
+@pytest.mark.parametrize(("row", "ask"), WAYS)
+def test_a_cpu_does_not_ask_for_what_only_a_gpu_can_have(
+    row: support.Feature, ask: dict[str, Any]
+) -> None:
+    if any(way.get("device", "cpu") == "cpu" for way in ASKED[row.name]):
+        return
+    on_a_cpu = situation(**{**ask, "device": "cpu"})
+    assert not row.asked(on_a_cpu)
+
+
+def test_every_default_runs_on_a_hopper_gpu() -> None:
+    for args in (HOPPER_DEFAULTS, HOPPER_MTP):
+        assert evaluate(situation("cuda", checkpoint=FP8, **args)).kind == RUNS
+
+
+@pytest.mark.parametrize("value", ["0", "false", "", "no"])
+def test_a_variable_that_is_switched_off_asks_for_nothing(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_USE_DEEPGEMM_BMM", value)
+    assert evaluate(situation("cuda")).kind == RUNS
+
+
+def test_ours_on_purpose_lifts_what_was_not_tested_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLM53_SERVE", "ours")
+    for row in support.FEATURES:
+        for ask in ASKED[row.name]:
+            if row.decision != STANDS_DOWN or "environment" in ask:
+                continue
+            if situation(**ask).device == "cpu" and row.reason != UNTESTED:
+                with pytest.raises(Glm53Error, match=f"^{row.name}:"):
+                    evaluate(situation(**ask))
+                continue
+            decision = evaluate(situation(**ask))
+            assert (decision.kind == RUNS) == (row.reason == UNTESTED), row.name
 
 
 def test_decision_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,25 +321,17 @@ def test_decision_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate(situation(device="cuda", dtype="float16"))
 
 
-@pytest.mark.parametrize(
-    ("gpu", "stands_down"),
-    [
-        ({"capability": (9, 0)}, False),
-        ({"capability": None}, False),  # it could not be read: SGLang fails by itself
-        ({"capability": (8, 0)}, True),
-        ({"capability": (10, 3)}, True),
-        ({"rocm": True}, True),
-        ({"device": "xpu"}, True),
-        ({"device": "npu"}, True),
-    ],
-)
-def test_other_gpus_are_left_to_sglang(
-    gpu: dict[str, Any], stands_down: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gpu", ASKED["another GPU than Hopper"])
+def test_the_torch_attention_runs_on_any_gpu(
+    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = {"device": "cuda", **gpu}
-    assert (evaluate(situation(**asked)).kind == STANDS_DOWN) == stands_down
-    monkeypatch.setenv("GLM53_ATTENTION", "torch")  # needs no kernel of ours
-    assert evaluate(situation(**asked)).kind == RUNS
+    monkeypatch.setenv("GLM53_ATTENTION", "torch")  # needs no kernel
+    assert evaluate(situation(**gpu)).kind == RUNS
+    assert evaluate(situation(**gpu, moe_runner_backend="flashinfer_cutlass")).kind == RUNS
+
+
+def test_a_gpu_that_does_not_say_what_it_is_is_left_to_sglang() -> None:
+    assert evaluate(situation("cuda", capability=None)).kind == RUNS
 
 
 def test_stock_on_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,16 +362,21 @@ def test_predicates_read_real_arguments() -> None:
     known = fields_of(ServerArgs)
     read: set[str] = set()
 
-    def note(name: str) -> None:
+    def note(name: str) -> Any:
         read.add(name)
+        return "EAGLE" if name == "speculative_algorithm" else None
 
     for quantization in (None, FP8, {"quant_method": "other"}):
         for device in ("cpu", "cuda"):
             config = SimpleNamespace(quantization_config=quantization)
             for row in support.FEATURES:
-                row.asked(Situation(note, config, device, "torch.bfloat16"))
-    assert len(read) > 20
-    assert read <= known, sorted(read - known)
+                row.asked(Situation(note, config, device, "torch.bfloat16", (9, 0)))
+    assert len(read) > 60
+    missing = read - known
+    assert missing <= ONLY_SINCE.keys(), sorted(missing)
+    installed = tuple(int(part) for part in str(sglang_version()).split("."))
+    for name in missing:
+        assert installed < tuple(int(part) for part in ONLY_SINCE[name].split(".")), name
 
 
 def test_decide_logs_once_and_remembers(
