@@ -1,0 +1,262 @@
+"""Parity of our classes with SGLang's own and with transformers, at GLM-5.3's dimensions.
+
+One checkpoint, one reference process, and for each of {bf16, FP8} KV x {plain, MTP 5-1-6} an engine
+of either side that answers the same requests (`prompts.parity_requests`). Results go into OUT as
+they come: `parity-*.json` for every engine, `reference.npz`, and the judged table `parity.json`.
+
+usage: python -m gpu.parity OUT [--checkpoint FOLDER] [--only bf16 fp8 ...] [--at-once 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .children import Child, ensure_checkpoint, run_all, side_environment
+from .compare import (
+    Check,
+    accept_length,
+    against_reference,
+    as_json,
+    error,
+    greedy,
+    prefix_hit,
+    report,
+    same_accept_length,
+)
+from .prompts import Group, parity_requests, read_requests, write_requests
+
+SIDES = ("stock", "ours")
+PAGE = 64  # tokens
+MTP = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 5,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 6,
+}
+COMMON: dict[str, Any] = {
+    "mem_fraction_static": 0.8,
+    "max_total_tokens": 65536,
+    "context_length": 32768,
+    "max_running_requests": 8,
+    "chunked_prefill_size": 8192,
+    "cuda_graph_bs_decode": [1, 2, 4, 8],
+    "cuda_graph_backend_prefill": "disabled",
+}
+# FlashAttention 3, stock's default decode backend for bf16 KV on Hopper, may be missing.
+BF16 = {"kv_cache_dtype": "bfloat16", "dsa_decode_backend": "flashmla_sparse"}
+FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One setting that both sides are started with."""
+
+    name: str
+    options: dict[str, Any]
+    plain: str | None = None  # the variant without speculation that this one must agree with
+
+
+VARIANTS = (
+    Variant("fp8", {**COMMON, **FP8}),
+    Variant("bf16", {**COMMON, **BF16}),
+    Variant("fp8-mtp", {**COMMON, **FP8, **MTP}, plain="fp8"),
+    Variant("bf16-mtp", {**COMMON, **BF16, **MTP}, plain="bf16"),
+    # SGLang's default: prefill inside breakable CUDA graphs.
+    Variant(
+        "fp8-prefill-graph",
+        {k: v for k, v in {**COMMON, **FP8}.items() if k != "cuda_graph_backend_prefill"},
+    ),
+)
+
+Results = dict[tuple[str, str], dict[str, Any]]
+
+
+def measure(
+    out: Path, checkpoint: Path, requests: Path, variants: Sequence[Variant], at_once: int
+) -> list[Check]:
+    """Run the reference and every engine; a check for each that did not finish."""
+    children = [
+        Child(
+            f"{variant.name}-{side}",
+            "gpu.generate",
+            [
+                side,
+                str(checkpoint),
+                str(requests),
+                str(out / f"parity-{variant.name}-{side}.json"),
+                json.dumps(variant.options),
+            ],
+            out / "logs" / f"parity-{variant.name}-{side}.log",
+            side_environment(side),
+        )
+        for variant in variants
+        for side in SIDES
+    ]
+    reference = Child(
+        "transformers",
+        "gpu.reference",
+        [str(checkpoint), str(requests), str(out / "reference.npz")],
+        out / "logs" / "reference.log",
+    )
+    if not (out / "reference.npz").exists():
+        children.insert(min(2, len(children)), reference)
+    ended = run_all(children, at_once)
+    return [Check(f"{e.child.name} finishes", False, e.reason) for e in ended if not e.ok]
+
+
+def judge(out: Path, groups: Sequence[Group], variants: Sequence[Variant]) -> list[Check]:
+    """Every rule over what `measure` left in `out`."""
+    results = read_results(out, variants)
+    file = out / "reference.npz"
+    reference = dict(np.load(file)) if file.exists() else {}
+    checks: list[Check] = []
+    for variant in variants:
+        stock, ours = results.get((variant.name, "stock")), results.get((variant.name, "ours"))
+        if stock is None or ours is None:
+            missing = "stock's" if stock is None else "our"
+            checks.append(Check(variant.name, False, f"{missing} run is not there or not complete"))
+            continue
+        mine, theirs = ours["groups"], stock["groups"]
+        for group in groups:
+            name = f"{variant.name} {group.name}: ours, stock"
+            checks.append(greedy(name, mine[group.name], theirs[group.name]))
+        checks += _hits(variant, groups, results)
+        checks += _against_reference(variant, groups, mine, theirs, reference)
+        if variant.plain is not None:
+            checks += _against_plain(variant, groups, results)
+    return checks
+
+
+def read_results(out: Path, variants: Sequence[Variant]) -> Results:
+    """What the engines wrote, of those that answered everything."""
+    results: Results = {}
+    for variant in variants:
+        for side in SIDES:
+            file = out / f"parity-{variant.name}-{side}.json"
+            record = json.loads(file.read_text()) if file.exists() else {}
+            if record.get("complete"):
+                results[variant.name, side] = record
+    return results
+
+
+def _hits(variant: Variant, groups: Sequence[Group], results: Results) -> list[Check]:
+    """Prefix hits of ours; stock's, in brackets, show what the kernels themselves bring."""
+    checks = []
+    for group in groups:
+        if group.repeats is None:
+            continue
+        ours, stock = (
+            prefix_hit(
+                f"{variant.name} {group.name}: ours, its first run",
+                results[variant.name, side]["groups"][group.repeats],
+                results[variant.name, side]["groups"][group.name],
+                PAGE,
+            )
+            for side in ("ours", "stock")
+        )
+        checks.append(_beside(ours, stock))
+    return checks
+
+
+def _beside(ours: Check, stock: Check) -> Check:
+    return Check(ours.name, ours.passed, f"{ours.detail} [stock: {stock.detail}]")
+
+
+def _against_reference(
+    variant: Variant,
+    groups: Sequence[Group],
+    mine: dict[str, list],
+    theirs: dict[str, list],
+    reference: dict[str, np.ndarray],
+) -> list[Check]:
+    if not reference:
+        return [Check(f"{variant.name}: transformers", False, "there is no reference.npz")]
+    asked = [group for group in groups if group.prompt_logprobs]
+    rows: list[tuple[str, list[Group]]] = [(group.name, [group]) for group in asked]
+    try:
+        for name, some in [*rows, ("all prompts", asked)]:
+            wanted = [reference[f"{g.name}.{i}"] for g in some for i in range(len(g.prompts))]
+            ours = error([a for g in some for a in mine[g.name]], wanted)
+            stock = error([a for g in some for a in theirs[g.name]], wanted)
+            if name != "all prompts":
+                row = against_reference(name, ours, stock)
+                print(f"      {variant.name} {name}, against FP32: {row.detail}", flush=True)
+        return [against_reference(f"{variant.name}: ours / stock against FP32", ours, stock)]
+    except (KeyError, ValueError) as problem:
+        return [Check(f"{variant.name}: transformers", False, f"{problem}")]
+
+
+def _against_plain(variant: Variant, groups: Sequence[Group], results: Results) -> list[Check]:
+    """Speculation may not change an answer, by the same rule; and the accept lengths."""
+    plain = {side: results.get((variant.plain or "", side)) for side in SIDES}
+    if None in plain.values():
+        name = f"{variant.name}: no speculation"
+        return [Check(name, False, f"a run of {variant.plain} is not there")]
+    checks = []
+    for group in groups:
+        name = f"{variant.name} {group.name}: ours, no MTP"
+        ours, stock = (
+            greedy(
+                name,
+                results[variant.name, side]["groups"][group.name],
+                plain[side]["groups"][group.name],
+            )
+            for side in ("ours", "stock")
+        )
+        checks.append(_beside(ours, stock))
+    mine, theirs = (results[variant.name, side]["groups"] for side in ("ours", "stock"))
+    checks.append(same_accept_length(f"{variant.name}: accept length", mine, theirs))
+    return checks
+
+
+def summary(out: Path, variants: Sequence[Variant]) -> dict[str, Any]:
+    """Start-up seconds and accept length of every run, beside the checks."""
+    return {
+        f"{name}-{side}": {
+            "started_seconds": record["started_seconds"],
+            "model": record["status"]["model"],
+            "pool": record["status"]["pool"],
+            "accept_length": round(accept_length(record["groups"]), 3),
+        }
+        for (name, side), record in read_results(out, variants).items()
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and judge; the exit code is 1 if anything fails."""
+    parser = argparse.ArgumentParser(description="ours against stock and transformers")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--checkpoint", type=Path, default=Path("/tmp/glm53-real-dims"))
+    parser.add_argument("--only", nargs="+", choices=[v.name for v in VARIANTS])
+    parser.add_argument("--at-once", type=int, default=2, help="engines at the same time")
+    parser.add_argument("--judge", action="store_true", help="only judge what OUT holds")
+    args = parser.parse_args(arguments)
+    names = args.only or [v.name for v in VARIANTS if v.name != "fp8-prefill-graph"]
+    variants = [variant for variant in VARIANTS if variant.name in names]
+    args.out.mkdir(parents=True, exist_ok=True)
+    requests = args.out / "logs" / "parity-requests.json"
+    checks: list[Check] = []
+    if not args.judge:
+        began = time.monotonic()
+        vocab = ensure_checkpoint(args.checkpoint, args.out)
+        write_requests(parity_requests(vocab), requests)
+        checks += measure(args.out, args.checkpoint, requests, variants, args.at_once)
+        print(f"parity: measured in {time.monotonic() - began:.0f} s", flush=True)
+    checks += judge(args.out, read_requests(requests), variants)
+    print(report("parity", checks), flush=True)
+    written = {"checks": as_json(checks), "runs": summary(args.out, variants)}
+    (args.out / "parity.json").write_text(json.dumps(written, indent=1) + "\n")
+    return int(not checks or not all(check.passed for check in checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
