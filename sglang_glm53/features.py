@@ -201,6 +201,34 @@ _RUNNING = (
         "--attn-dp-size N (SGLang 0.5.22: --enable-dp-attention --dp-size N)",
     ),
     Feature(
+        "pipeline parallelism",
+        _above_one("pp_size"),
+        RUNS,
+        "tested with 2 ranks on a CPU",
+        "--pp-size N",
+    ),
+    Feature(
+        "expert parallelism",
+        _either(_above_one("ep_size"), _any("ep_num_redundant_experts", "enable_eplb")),
+        RUNS,
+        "tested with 2 ranks on a CPU, experts rebalanced",
+        "--ep-size N, --enable-eplb, --ep-num-redundant-experts N",
+    ),
+    Feature(
+        "head split over attention ranks",
+        _any("enable_dp_lm_head"),
+        RUNS,
+        "tested with 2 ranks on a CPU",
+        "--enable-dp-lm-head",
+    ),
+    Feature(
+        "mixed chunks",
+        _any("enable_mixed_chunk"),
+        RUNS,
+        "prefill and decode in one pass; tested on a CPU",
+        "--enable-mixed-chunk",
+    ),
+    Feature(
         "MTP speculation",
         lambda s: s.get("speculative_algorithm") in ("EAGLE", "NEXTN"),
         RUNS,
@@ -220,6 +248,20 @@ _RUNNING = (
         RUNS,
         "positions inside the request",
         "--enable-return-indexer-topk",
+    ),
+    Feature(
+        "routed experts in the answer",
+        _any("enable_return_routed_experts"),
+        RUNS,
+        "of every layer; tested on a CPU",
+        "--enable-return-routed-experts",
+    ),
+    Feature(
+        "hidden states in the answer",
+        _any("enable_return_hidden_states", "return_hidden_states_mode"),
+        RUNS,
+        "those after the final norm; tested on a CPU",
+        "--enable-return-hidden-states",
     ),
 )
 
@@ -260,18 +302,11 @@ _STANDING_DOWN = (
         _STOCK_ADVICE,
     ),
     Feature(
-        "pipeline parallelism",
-        _above_one("pp_size"),
+        "all-to-all between experts",
+        _beyond(("moe_a2a_backend", "speculative_moe_a2a_backend"), "none"),
         STANDS_DOWN,
         UNTESTED,
-        _STOCK_ADVICE,
-    ),
-    Feature(
-        "expert parallelism",
-        _either(_above_one("ep_size"), _beyond(("moe_a2a_backend",), "none"), _any("enable_eplb")),
-        STANDS_DOWN,
-        UNTESTED,
-        _STOCK_ADVICE,
+        "leave the option out; --ep-size N runs without it",
     ),
     Feature(
         "hierarchical cache",
@@ -343,7 +378,7 @@ _STANDING_DOWN_ON_A_GPU = (
             )
         ),
         STANDS_DOWN,
-        "our indexer calls DeepGEMM's logits and SGLang's own top-k",
+        UNTESTED,
         _STOCK_ADVICE,
     ),
     Feature(
@@ -393,17 +428,10 @@ _STANDING_DOWN_ON_A_GPU = (
         _STOCK_ADVICE,
     ),
     Feature(
-        "deterministic inference",
-        _with_kernels(_any("enable_deterministic_inference", "rl_on_policy_target")),
-        STANDS_DOWN,
-        "our indexer's kernels depend on the batch",
-        _STOCK_ADVICE,
-    ),
-    Feature(
         "TF32 products",
         _with_kernels(_any("enable_tf32_matmul")),
         STANDS_DOWN,
-        "our router and index gates are FP32 products, which it would round",
+        UNTESTED,
         _STOCK_ADVICE,
     ),
     Feature(
@@ -518,7 +546,7 @@ _STANDING_DOWN_ON_A_GPU = (
 
 def _variable(name: str, asked: Predicate, reason: str) -> Feature:
     """A row for an environment variable that chooses a code path of SGLang's own forward pass."""
-    advice = f"unset {name} to serve our classes"
+    advice = f"unset {name.partition('=')[0]} to serve our classes"
     return Feature(name, _with_kernels(asked), STANDS_DOWN, reason, advice)
 
 
@@ -527,21 +555,15 @@ _VARIABLES = tuple(
     for name, reason in (
         ("SGLANG_USE_DEEPGEMM_BMM", "our absorbed products are bfloat16"),
         ("SGLANG_ENABLE_DSA_Q8KV8_BORN_FP8_Q", "our queries are bfloat16 up to the backend"),
-        ("SGLANG_DSA_TOPK_BROADCAST", "each of our ranks selects for itself"),
-        ("SGLANG_DISABLE_DSA_INDEXER_FUSION", "our indexer chooses its own kernels"),
-        ("SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "our indexer chooses its own kernels"),
+        ("SGLANG_DISABLE_DSA_INDEXER_FUSION", "our indexer has one set of kernels"),
         ("SGLANG_SHARED_EXPERT_TP1", "our shared expert is split like the routed ones"),
         ("SGLANG_DP_SHARED_EXPERT_LOCAL", "our shared expert runs on the gathered rows"),
         ("SGLANG_OPT_MOE_QUANT_ONCE", "our experts quantise their own input"),
         ("SGLANG_ENABLE_PCG_DSV2_DUAL_STREAM", "our prefill graphs run on one stream"),
+        ("SGLANG_DSA_TOPK_BROADCAST", UNTESTED),
+        ("SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", UNTESTED),
     )
-) + (
-    _variable(
-        "SGLANG_DSA_FUSE_TOPK=0",
-        _switched_off("SGLANG_DSA_FUSE_TOPK"),
-        "our indexer hands the backend cache slots",
-    ),
-)
+) + (_variable("SGLANG_DSA_FUSE_TOPK=0", _switched_off("SGLANG_DSA_FUSE_TOPK"), UNTESTED),)
 
 _REFUSED = (
     Feature(
@@ -571,6 +593,13 @@ _REFUSED = (
         REFUSED,
         "SGLang's sparse attention reads a cache in bfloat16 or fp8_e4m3",
         "use --kv-cache-dtype bfloat16 or fp8_e4m3",
+    ),
+    Feature(
+        "deterministic inference",
+        _with_kernels(_any("enable_deterministic_inference", "rl_on_policy_target")),
+        REFUSED,
+        "SGLang's sparse attention has no deterministic form",
+        "leave the option out",
     ),
     Feature(
         "FP8 cache on a CPU",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,9 +55,22 @@ def graphs(**backends: str) -> SimpleNamespace:
 ASKED: dict[str, list[dict[str, Any]]] = {
     "tensor parallelism": [{"tp_size": 2}],
     "attention data parallelism": [{"attn_dp_size": 2}, {"enable_dp_attention": True}],
+    "pipeline parallelism": [{"pp_size": 2}],
+    "expert parallelism": [
+        {"ep_size": 2},
+        {"ep_num_redundant_experts": 2},
+        {"enable_eplb": True},
+    ],
+    "head split over attention ranks": [{"enable_dp_lm_head": True}],
+    "mixed chunks": [{"enable_mixed_chunk": True}],
     "MTP speculation": [{"speculative_algorithm": "EAGLE"}, {"speculative_algorithm": "NEXTN"}],
     "FP8 checkpoint": [{"checkpoint": FP8}],
     "indexer selections in the answer": [{"enable_return_indexer_topk": True}],
+    "routed experts in the answer": [{"enable_return_routed_experts": True}],
+    "hidden states in the answer": [
+        {"enable_return_hidden_states": True},
+        {"return_hidden_states_mode": "last"},
+    ],
     "GLM53_SERVE=stock": [{"environment": {"GLM53_SERVE": "stock"}}],
     "another GPU than Hopper": [
         {**GPU, "capability": (10, 0)},
@@ -68,8 +82,11 @@ ASKED: dict[str, list[dict[str, Any]]] = {
     "LoRA": [{"lora_paths": ["a"]}, {"enable_lora": True}],
     "batch overlap": [{"enable_two_batch_overlap": True}, {"enable_single_batch_overlap": True}],
     "context parallelism": [{"attn_cp_size": 2}, {"dcp_size": 2}, {"enable_prefill_cp": True}],
-    "pipeline parallelism": [{"pp_size": 2}],
-    "expert parallelism": [{"ep_size": 2}, {"moe_a2a_backend": "deepep"}, {"enable_eplb": True}],
+    "all-to-all between experts": [
+        {"moe_a2a_backend": "deepep"},
+        {"moe_a2a_backend": "mooncake"},
+        {"speculative_moe_a2a_backend": "deepep"},
+    ],
     "hierarchical cache": [
         {"enable_hierarchical_cache": True},
         {"enable_hisparse": True},
@@ -196,6 +213,7 @@ HOPPER_DEFAULTS = {
     "moe_runner_backend": "auto",
     "speculative_moe_runner_backend": "auto",
     "moe_a2a_backend": "none",
+    "speculative_moe_a2a_backend": "none",
     "enable_tf32_matmul": False,
     "load_format": "auto",
     "weight_cache_mode": "off",
@@ -427,3 +445,45 @@ def test_ranks_share_evenly(args: dict[str, Any], names: str | None) -> None:
         return
     with pytest.raises(Glm53Error, match=names):
         support.check_ranks(situation(**args), config)
+
+
+# Fields that a row reads only to compare another one with.
+BESIDE = {
+    "another draft": ("speculative_algorithm", "load_format", "model_path", "quantization"),
+}
+
+
+def arguments_of(row: support.Feature) -> list[str]:
+    """The names of the server arguments, and of the variables, that ask for a row."""
+    read: list[str] = []
+
+    def note(name: str) -> Any:
+        read.append(name)
+        return "EAGLE" if name == "speculative_algorithm" and row.name == "another draft" else None
+
+    for device in ("cpu", "cuda"):
+        config = SimpleNamespace(quantization_config=None)
+        row.asked(Situation(note, config, device, "torch.bfloat16", (9, 0)))
+    left_out = BESIDE.get(row.name, ())
+    return [name for name in dict.fromkeys(read) if name not in left_out]
+
+
+def as_documented(row: support.Feature) -> str:
+    """A row as docs/compatibility.md has it."""
+    name = f"`{row.name}`" if row.name.startswith(("SGLANG_", "GLM53_")) else row.name
+    names = ", ".join(f"`{argument}`" for argument in arguments_of(row)) or "–"
+    return f"| {name} | {names} | {row.decision} | {row.reason} | {row.advice} |"
+
+
+def test_docs_say_the_same() -> None:
+    """The table in docs/compatibility.md has each row of the table, in order, and no other."""
+    text = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
+    _, _, section = text.partition("<!-- the table of features -->\n")
+    assert section, "docs/compatibility.md has no table of features"
+    lines = section.partition("\n\n")[0].splitlines()
+    assert lines[:2] == [
+        "| feature | server arguments | decision | why | what you can do |",
+        "|---|---|---|---|---|",
+    ]
+    wanted = [as_documented(row) for row in support.FEATURES]
+    assert lines[2:] == wanted, "the table should be:\n" + "\n".join(wanted)
