@@ -59,7 +59,7 @@ def failure_line(log: str) -> str:
     """The first error line of a log: a raised exception, or this package's one line."""
     pattern = re.compile(
         r"^\s*(?:\[[^\]]*\]\s*)?((?:[\w.]+(?:Error|Exception|Interrupt))(?::|$).*"
-        r"|glm53: .*|.*sglang-glm53.*error.*)$"
+        r"|sglang-glm53: .*)$"
     )
     lines = [match.group(1).strip() for line in log.splitlines() if (match := pattern.match(line))]
     return lines[0][:300] if lines else ""

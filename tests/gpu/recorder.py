@@ -168,7 +168,8 @@ class Recorder:
             if ragged:
                 picked = picked - int(offsets[row])
             else:
-                position = torch.full((int(slots.max()) + 1,), -1, device=slots.device)
+                largest = int(torch.cat([slots, picked]).max())
+                position = torch.full((largest + 1,), -1, device=slots.device)
                 position[slots] = torch.arange(length, device=slots.device)
                 picked = position[picked]
             if not len(picked) or int(picked.min()) < 0 or int(picked.max()) >= length:
