@@ -1,10 +1,10 @@
 """Every DSA attention backend of SGLang 0.5.23 on Hopper: ours does what stock does.
 
 `--dsa-prefill-backend` and `--dsa-decode-backend` are set one by one over both KV dtypes. A setting
-that stock answers with must answer alike with our classes; one that stock refuses, or that fails in
-its first pass, must fail with ours too. EXPECTED says what SGLang's source does on SM90 (a figure
-of where: argument checks, the backend's constructor, its first pass), and the run says whether it
-is so.
+that stock answers with must answer alike with our classes, or these must stand down and say why;
+one that stock refuses, or that fails in its first pass, must fail with ours too. Each setting says
+what SGLang's source does with it on SM90 and where (argument checks, the backend's constructor, its
+first pass); the run says whether it is so.
 
 usage: python -m gpu.backends OUT [--quick] [--checkpoint FOLDER] [--at-once 6]
 """
@@ -128,6 +128,10 @@ def judge_one(setting: Setting, stock: Ended, ours: Ended, out: Path) -> Check:
     ]
     mean = sum(deltas) / len(deltas)
     detail = f"{check.detail}; prompts: mean |delta| {mean:.1e}, largest {max(deltas):.1e}"
+    status = json.loads((out / f"backend-{setting.name}-ours.json").read_text())["status"]
+    if status["serving"] != "ours":
+        reasons = "; ".join(row["reason"] for row in status["stood_down"])
+        detail = f"ours stands down ({reasons}); {detail}"
     return Check(name, check.passed and mean <= CLOSE, detail)
 
 
@@ -198,7 +202,8 @@ def _child(setting: Setting, side: str, checkpoint: Path, requests: Path, out: P
         "cuda_graph_backend_prefill": "disabled",
     }
     name = f"backend-{setting.name}-{side}"
-    arguments = [side, str(checkpoint), str(requests), str(out / f"{name}.json")]
+    asked = "default" if side == "ours" else side
+    arguments = [asked, str(checkpoint), str(requests), str(out / f"{name}.json")]
     return Child(
         f"{setting.name}-{side}",
         "gpu.generate",

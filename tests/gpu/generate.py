@@ -1,8 +1,8 @@
 """Asks one engine all requests of a file; SGLang's own class or ours serves it.
 
-usage: GLM53_SERVE=stock python -m gpu.generate stock CHECKPOINT REQUESTS OUT.json '{"option": ...}'
-The options are `sglang.Engine`'s arguments. The process fails if another side serves than the one
-it was told to ask.
+usage: GLM53_SERVE=stock python -m gpu.generate SIDE CHECKPOINT REQUESTS OUT.json '{"option": ...}'
+SIDE is stock, ours or default (see `check_side`); the options are `sglang.Engine`'s arguments. The
+process fails if another side serves than the one it was told to ask.
 """
 
 from __future__ import annotations
@@ -69,8 +69,13 @@ def served_by(engine: Any) -> dict[str, Any]:
 
 
 def check_side(block: dict[str, Any], side: str) -> None:
-    """Raises AssertionError unless `side` ("stock" or "ours") serves."""
-    assert block["serving"] == side, f"asked for {side}, but {block['model']} serves: {block}"
+    """Raises AssertionError unless the right side serves.
+
+    side: "stock", "ours", or "default": ours, or stock where ours stood down and says why.
+    """
+    wanted = "stock" if side == "default" and block["stood_down"] else side
+    wanted = "ours" if wanted == "default" else wanted
+    assert block["serving"] == wanted, f"asked for {side}, but {block['model']} serves: {block}"
     assert not block["error"], block["error"]
 
 
@@ -109,7 +114,7 @@ def run(side: str, checkpoint: str, requests: Path, out: Path, options: dict[str
 def main() -> None:
     """See the module's usage line."""
     side, checkpoint, requests, out, options = sys.argv[1:]
-    assert side in ("stock", "ours"), side
+    assert side in ("stock", "ours", "default"), side
     run(side, checkpoint, Path(requests), Path(out), json.loads(options))
 
 

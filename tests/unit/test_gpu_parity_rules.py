@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from gpu import backends, children, compare, long_context, parity, recorder, sanitizer  # noqa: E402
+from gpu.generate import check_side  # noqa: E402
 from gpu.prompts import parity_requests, read_requests, write_requests  # noqa: E402
 from gpu.real_dims import (  # noqa: E402
     is_quantised,
@@ -549,11 +550,26 @@ def test_both_sides_must_do_the_same(tmp_path: Path) -> None:
     for side, off in (("stock", 0.0), ("ours", 0.01)):
         groups = {"p": [answer([1, 2], prompt_logprobs=[-1.0 - off])]}
         file = tmp_path / f"backend-{setting.name}-{side}.json"
-        file.write_text(json.dumps({"groups": groups}))
+        status = {"serving": side, "stood_down": []}
+        file.write_text(json.dumps({"groups": groups, "status": status}))
     assert backends.judge_one(setting, good, good, tmp_path).passed
+    status = {"serving": "stock", "stood_down": [{"reason": "not ours"}]}
+    file.write_text(json.dumps({"groups": groups, "status": status}))
+    assert "stands down (not ours)" in backends.judge_one(setting, good, good, tmp_path).detail
     groups["p"][0]["prompt_logprobs"] = [-2.0]
-    file.write_text(json.dumps({"groups": groups}))
+    file.write_text(json.dumps({"groups": groups, "status": status}))
     assert not backends.judge_one(setting, good, good, tmp_path).passed
+
+
+def test_the_side_that_serves_is_checked() -> None:
+    ours = {"serving": "ours", "model": "m", "error": None, "stood_down": []}
+    stock = {**ours, "serving": "stock"}
+    down = {**stock, "stood_down": [{"reason": "x"}]}
+    for block, side in ((ours, "ours"), (stock, "stock"), (ours, "default"), (down, "default")):
+        check_side(block, side)
+    for block, side in ((ours, "stock"), (stock, "ours"), (down, "ours"), (stock, "default")):
+        with pytest.raises(AssertionError, match="serves"):
+            check_side(block, side)
 
 
 def test_children_tell_why_they_failed(tmp_path: Path) -> None:
