@@ -6,6 +6,7 @@
 #
 #   parity      6 layers of GLM-5.3's dimensions: ours, stock, transformers in FP32
 #   backends    every --dsa-prefill-backend and --dsa-decode-backend (quick: a selection)
+#   features    what features.py says of a GPU: weight updates, sleep, returned tensors, ...
 #   long        200,000 tokens: what the indexer selects, peak memory
 #   sanitizer   compute-sanitizer over our own kernels
 #   pytest      `pytest -m gpu`, which judges the results in OUT; the rest is told by now
@@ -16,7 +17,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage() { sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 
 [ $# -ge 1 ] || usage 2
 case $1 in -h | --help) usage 0 ;; esac
@@ -26,10 +27,10 @@ shift
 quick=()
 if [ "${1:-}" = quick ]; then quick=(--quick); shift; fi
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(parity backends long sanitizer pytest)
+[ ${#stages[@]} -gt 0 ] || stages=(parity backends long features sanitizer pytest)
 for stage in "${stages[@]}"; do
   case $stage in
-    parity | backends | long | sanitizer | pytest) ;;
+    parity | backends | long | features | sanitizer | pytest) ;;
     *) echo "gpu_tests: there is no stage $stage" >&2; usage 2 ;;
   esac
 done
@@ -59,6 +60,7 @@ run_stage() {
     backends)
       "$python" -m gpu.backends "$out" --checkpoint "$scratch/glm53-real-dims-4" "${quick[@]}" ;;
     long) "$python" -m gpu.long_context "$out" --checkpoint "$scratch/glm53-real-dims" ;;
+    features) "$python" -m gpu.features "$out" ;;
     sanitizer) "$python" -m gpu.sanitizer "$out" ;;
     pytest)
       if "$python" -c 'import pytest' 2>/dev/null; then

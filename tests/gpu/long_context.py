@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _child(side: str, args: argparse.Namespace, requests: Path, folder: Path) -> Child:
-    tokens = -(-(args.tokens + 4096) // 4096) * 4096
+    tokens = -(-(args.tokens + 16384) // 4096) * 4096
     options = {
         "kv_cache_dtype": "fp8_e4m3",
         "mem_fraction_static": 0.8,

@@ -36,6 +36,7 @@ from .prompts import Group, parity_requests, read_requests, write_requests
 
 SIDES = ("stock", "ours")
 PAGE = 64  # tokens
+SECONDS = 400  # a process at most: kernels may have to be compiled first
 MTP = {
     "speculative_algorithm": "EAGLE",
     "speculative_num_steps": 5,
@@ -97,6 +98,7 @@ def measure(
             ],
             out / "logs" / f"parity-{variant.name}-{side}.log",
             side_environment(side),
+            timeout=SECONDS,
         )
         for variant in variants
         for side in SIDES
@@ -106,6 +108,7 @@ def measure(
         "gpu.reference",
         [str(checkpoint), str(requests), str(out / "reference.npz")],
         out / "logs" / "reference.log",
+        timeout=SECONDS,
     )
     if not (out / "reference.npz").exists():
         children.insert(min(2, len(children)), reference)
