@@ -39,7 +39,8 @@ def server_block(scheduler: Any) -> dict[str, Any]:
     Returns:
         package, sglang: versions. serving: "ours", "stock" or "other model". model, draft, pool,
         draft_pool, backend, draft_backend: qualified class names, or None. layout: the pool's
-        layout. device, dtype: served. stood_down: [{feature, reason, advice}]. error: what
+        layout. attention: the kernels of SGLang's DSA backend by their option names, or None.
+        device, dtype: served. stood_down: [{feature, reason, advice}]. error: what
         GLM53_ON_ERROR=stock let pass, or None.
     """
     runner = scheduler.tp_worker.model_runner
@@ -63,6 +64,7 @@ def server_block(scheduler: Any) -> dict[str, Any]:
         "draft_pool": _name(getattr(draft, "token_to_kv_pool", None)),
         "backend": _name(runner.attn_backend),
         "draft_backend": _name(getattr(draft, "attn_backend", None)),
+        "attention": _attention(runner.attn_backend),
         "device": str(runner.device),
         "dtype": str(runner.model_config.dtype),
         "stood_down": [
@@ -121,6 +123,13 @@ def _draft_runner(scheduler: Any) -> Any:
     for attribute in ("draft_worker", "draft_runner"):
         draft = getattr(draft, attribute, draft)
     return getattr(draft, "model_runner", draft)
+
+
+def _attention(backend: Any) -> str | None:
+    """What `--dsa-prefill-backend` and `--dsa-decode-backend` came to."""
+    prefill = getattr(backend, "dsa_prefill_impl", None)
+    decode = getattr(backend, "dsa_decode_impl", None)
+    return None if prefill is None else f"{prefill} for prefill, {decode} for decode"
 
 
 def _name(value: Any) -> str | None:

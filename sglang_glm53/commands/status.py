@@ -17,6 +17,7 @@ ROWS = (
     ("draft_backend", "draft's attention"),
     ("device", "device"),
     ("dtype", "dtype"),
+    ("attention", "attention kernels"),
     ("accept_length", "accept length"),
 )
 

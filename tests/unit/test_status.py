@@ -57,6 +57,16 @@ def test_block_says_what_serves(model: object, architecture: str, serving: str) 
     json.dumps(block)
 
 
+def test_block_names_the_kernels_that_the_options_came_to() -> None:
+    target = runner(Ours())
+    assert status.server_block(scheduler(target))["attention"] is None
+    target.attn_backend = SimpleNamespace(
+        dsa_prefill_impl="flashmla_sparse", dsa_decode_impl="flashmla_kv"
+    )
+    block = status.server_block(scheduler(target))
+    assert block["attention"] == "flashmla_sparse for prefill, flashmla_kv for decode"
+
+
 def test_block_names_draft_and_what_stood_down(monkeypatch: pytest.MonkeyPatch) -> None:
     row = next(row for row in support.FEATURES if row.name == "LoRA")
     monkeypatch.setattr(support, "_decision", support.Decision(support.STANDS_DOWN, (row,)))
