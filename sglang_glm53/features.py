@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_glm53.compat.versions import GPU_TESTED
 from sglang_glm53.errors import Glm53Error
 
 RUNS, STANDS_DOWN, REFUSED = "runs", "stands down", "refused"
@@ -36,6 +37,7 @@ class Situation:
         dtype: served dtype, e.g. "torch.bfloat16".
         capability: compute capability of the NVIDIA GPU, (9, 0) on Hopper; None elsewhere.
         rocm: whether this is a ROCm build of PyTorch.
+        sglang: SGLang's version.
     """
 
     read: Callable[[str], Any]
@@ -44,6 +46,7 @@ class Situation:
     dtype: str
     capability: tuple[int, int] | None = None
     rocm: bool = False
+    sglang: str | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self.read(name)
@@ -279,6 +282,13 @@ _STANDING_DOWN = (
         STANDS_DOWN,
         "our classes were run on NVIDIA Hopper (compute capability 9.0) alone",
         "serve on an H100, H200 or H20",
+    ),
+    Feature(
+        "another SGLang on a GPU",
+        _with_kernels(lambda s: s.sglang not in (None, *GPU_TESTED)),
+        STANDS_DOWN,
+        f"our classes were run on a GPU with SGLang {' and '.join(GPU_TESTED)} alone",
+        f"install sglang {GPU_TESTED[-1]}",
     ),
     Feature(
         "LoRA",

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_glm53 import __version__
+from sglang_glm53.compat.versions import sglang_version
 from sglang_glm53.errors import Glm53Error
 from sglang_glm53.features import (
     FEATURES,
@@ -212,6 +213,7 @@ def _situation(read: Callable[[str], Any], model_config: Any) -> Situation:
         dtype=str(model_config.dtype),
         capability=torch.cuda.get_device_capability() if nvidia else None,
         rocm=rocm,
+        sglang=sglang_version(),
     )
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from sglang_glm53.compat.versions import SUPPORTED, require_supported, sglang_version
+from sglang_glm53.compat.versions import (
+    GPU_TESTED,
+    SUPPORTED,
+    require_supported,
+    sglang_version,
+)
 
-__all__ = ["SUPPORTED", "require_supported", "sglang_version"]
+__all__ = ["GPU_TESTED", "SUPPORTED", "require_supported", "sglang_version"]

@@ -7,6 +7,8 @@ from importlib import metadata
 from sglang_glm53.errors import Glm53Error
 
 SUPPORTED: tuple[str, ...] = ("0.5.22", "0.5.23")
+# Of these, with which our classes were run on a GPU; elsewhere they stand down there.
+GPU_TESTED: tuple[str, ...] = ("0.5.23",)
 
 
 def sglang_version() -> str | None:

@@ -186,11 +186,10 @@ def ask_returned(asking: Asking) -> None:
 
 
 def rows_of(hidden_states: Any) -> np.ndarray:
-    """[rows, hidden] of SGLang's nested lists: a list of rows, or of lists of rows."""
-    rows: list[Any] = []
-    for part in hidden_states:
-        rows.extend(part if isinstance(part[0], list) else [part])
-    return np.asarray(rows, dtype=np.float32)
+    """[rows, hidden] of SGLang's nested lists: one row, a list of rows, or lists of rows in it."""
+    if not isinstance(hidden_states[0], list):
+        return np.asarray([hidden_states], dtype=np.float32)
+    return np.concatenate([rows_of(part) for part in hidden_states])
 
 
 def ask_updates(asking: Asking) -> None:

@@ -205,7 +205,10 @@ def test_a_checkpoint_without_a_tensor_is_refused_by_name(
         (("--kv-cache-dtype", "fp8_e4m3"), "FP8 cache on a CPU"),
         (("--speculative-algorithm", "NGRAM"), "another speculative algorithm on a CPU"),
         ((*eagle_arguments(3, 4), "--speculative-eagle-topk", "2"), "tree of drafts on a CPU"),
-        (("--pp-size", "2"), "pipeline parallelism: not tested with our classes, and SGLang's own"),
+        (
+            ("--enable-single-batch-overlap",),
+            "batch overlap: our layers run a batch as one, and SGLang's own",
+        ),
     ],
 )
 def test_refused_options(

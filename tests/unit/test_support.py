@@ -35,13 +35,14 @@ def situation(
     capability: tuple[int, int] | None = (9, 0),
     rocm: bool = False,
     environment: dict[str, str] | None = None,
+    sglang: str | None = "0.5.23",
     **args: Any,
 ) -> Situation:
     os.environ.update(environment or {})  # what the fixture above has noted for its undoing
     quantization = args.pop("checkpoint", None)
     capability = None if device != "cuda" or rocm else capability
     config = SimpleNamespace(architectures=CONFIG.architectures, quantization_config=quantization)
-    return Situation(args.get, config, device, f"torch.{dtype}", capability, rocm)
+    return Situation(args.get, config, device, f"torch.{dtype}", capability, rocm, sglang)
 
 
 GPU = {"device": "cuda"}
@@ -79,6 +80,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
         {"device": "xpu"},
         {"device": "npu"},
     ],
+    "another SGLang on a GPU": [{**GPU, "sglang": "0.5.22"}],
     "LoRA": [{"lora_paths": ["a"]}, {"enable_lora": True}],
     "batch overlap": [{"enable_two_batch_overlap": True}, {"enable_single_batch_overlap": True}],
     "context parallelism": [{"attn_cp_size": 2}, {"dcp_size": 2}, {"enable_prefill_cp": True}],
