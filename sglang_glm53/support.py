@@ -162,10 +162,17 @@ def check_ranks(situation: Situation, config: Any) -> None:
     groups = situation.get("attn_dp_size", 1)
     if situation.get("enable_dp_attention"):
         groups = max(groups, situation.get("dp_size", 1))
+    expert_groups = situation.get("ep_size", 1)
+    experts = config.n_routed_experts + situation.get("ep_num_redundant_experts", 0)
+    if experts % expert_groups:
+        raise Glm53Error(
+            f"--ep-size {expert_groups}: {experts} experts (redundant ones included) cannot be "
+            "shared evenly; use a number of groups that divides them"
+        )
     for name, share in (
         ("num_attention_heads", max(1, ranks // groups)),
         ("intermediate_size", situation.get("moe_dense_tp_size", ranks)),
-        ("moe_intermediate_size", ranks),
+        ("moe_intermediate_size", max(1, ranks // expert_groups)),
     ):
         size = getattr(config, name)
         if size % share:

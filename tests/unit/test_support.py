@@ -438,10 +438,16 @@ def test_is_ours() -> None:
         ({"tp_size": 8}, "num_attention_heads"),
         ({"tp_size": 3, "attn_dp_size": 3}, "intermediate_size is 128"),
         ({"tp_size": 3, "attn_dp_size": 3, "moe_dense_tp_size": 1}, "moe_intermediate_size"),
+        ({"tp_size": 2, "ep_size": 2}, None),
+        ({"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 2}, None),
+        ({"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 1}, "--ep-size 2: 9 experts"),
+        ({"tp_size": 3, "attn_dp_size": 3, "moe_dense_tp_size": 1, "ep_size": 3}, "8 experts"),
     ],
 )
 def test_ranks_share_evenly(args: dict[str, Any], names: str | None) -> None:
-    config = SimpleNamespace(num_attention_heads=4, intermediate_size=128, moe_intermediate_size=64)
+    config = SimpleNamespace(
+        num_attention_heads=4, intermediate_size=128, moe_intermediate_size=64, n_routed_experts=8
+    )
     if names is None:
         support.check_ranks(situation(**args), config)
         return
