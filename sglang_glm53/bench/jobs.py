@@ -49,8 +49,10 @@ class Outcome:
 def environment(side: str | None, base: Mapping[str, str], accept_length: float) -> dict[str, str]:
     """Variables of a child: the same on both sides but for the one that says which serves."""
     changed = dict(base)
-    for name in ("SGLANG_SIMULATE_UNIFORM_EXPERTS", "GLM53_SERVE", "GLM53_ON_ERROR"):
+    for name in ("SGLANG_SIMULATE_UNIFORM_EXPERTS", "GLM53_ON_ERROR"):
         changed.pop(name, None)
+    if changed.get("GLM53_SERVE") == "stock":  # "ours", for untested options, stays
+        del changed["GLM53_SERVE"]
     changed["SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS"] = "1"
     changed["SGLANG_SIMULATE_ACC_LEN"] = f"{accept_length:g}"
     changed["PYTHONUNBUFFERED"] = "1"

@@ -82,6 +82,11 @@ class Options:
             raise Glm53Error(f"--prefill-chunk {self.prefill_chunk}: give a multiple of {PAGE}")
 
     @property
+    def starts(self) -> int:
+        """Starts of an Engine to be timed on each side; none where only prefill is measured."""
+        return 0 if set(self.work) <= {"prefill"} else self.startup
+
+    @property
     def sides(self) -> tuple[str, ...]:
         return (self.only,) if self.only else (STOCK, OURS)
 
@@ -260,7 +265,7 @@ def jobs(
             )
     # Every start of an Engine above is one of the starts to be timed.
     timed = options.rounds if "mtp" in options.work else 0
-    for turn, side in options.alternated(max(options.startup, timed)):
+    for turn, side in options.alternated(options.starts):
         if turn > timed:
             add("startup", side, f"startup-{side}-{turn}", engine)
     if "prefill" in options.work:

@@ -102,7 +102,7 @@ def make_models(options: Options, out: Path, model: Path | None) -> Models:
     """The model folders that the works need: written slices, or the one that was given."""
     models: Models = {}
     layers = {"slice": options.layers, "prefill": options.prefill_layers}
-    if set(options.work) <= {"prefill"} and not options.startup:
+    if set(options.work) <= {"prefill"}:
         del layers["slice"]
     if "prefill" not in options.work:
         del layers["prefill"]
@@ -130,7 +130,7 @@ def check_fits(options: Options, models: Models, machine: dict[str, Any]) -> Non
             f"only {free:.1f} of the GPU's {total:.1f} GiB are free: another process uses it, so "
             "times would mean nothing; end it, or choose a free GPU with CUDA_VISIBLE_DEVICES"
         )
-    for work in (*options.work, *(["startup"] if options.startup else [])):
+    for work in (*options.work, *(["startup"] if options.starts else [])):
         _, config, width = models["prefill" if work == "prefill" else "slice"]
         plan.check_memory(options, work, config, width, total)
 
