@@ -202,8 +202,11 @@ def situation_of(model_config: Any) -> Situation | None:
 
     try:
         args = get_context().resolved_server_args_dict()
+        # A weight update writes where its weights came from; the options are still the first ones.
+        started_with = get_context().server_args.resolved_dict()
     except ValueError:
         return None
+    args = {**args, **{name: started_with.get(name) for name in ("model_path", "load_format")}}
     return _situation(args.get, model_config)
 
 

@@ -495,3 +495,17 @@ def test_docs_say_the_same() -> None:
     ]
     wanted = [as_documented(row) for row in support.FEATURES]
     assert lines[2:] == wanted, "the table should be:\n" + "\n".join(wanted)
+
+
+def test_a_weight_update_is_no_other_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang notes the new folder in the arguments of its process; the draft's is the old one."""
+    runtime = pytest.importorskip("sglang.srt.runtime_context")
+    first = {**HOPPER_MTP, "device": "cuda"}
+    context = SimpleNamespace(
+        server_args=SimpleNamespace(resolved_dict=lambda: dict(first)),
+        resolved_server_args_dict=lambda: {**first, "model_path": "b", "load_format": "remote"},
+    )
+    monkeypatch.setattr(runtime, "get_context", lambda: context)
+    config = SimpleNamespace(quantization_config=FP8)
+    seen = support.situation_of(SimpleNamespace(hf_config=config, dtype="torch.bfloat16"))
+    assert seen is not None and evaluate(seen).kind == RUNS
