@@ -244,7 +244,11 @@ def jobs(
                 "decode",
                 side,
                 f"decode-{side}-{turn}",
-                [*_context(options.context + decode_tokens(options)), *_graphs(options.batch)],
+                [
+                    *("--chunked-prefill-size", str(options.prefill_chunk)),
+                    *_context(options.context + decode_tokens(options)),
+                    *_graphs(options.batch),
+                ],
                 batches=list(options.batch),
                 context=options.context,
                 steps=options.steps,
