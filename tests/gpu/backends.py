@@ -56,7 +56,7 @@ class Setting:
         """The module without which SGLang's kernel cannot be there."""
         chosen = {self.prefill, self.decode}
         if "fa3" in chosen:
-            return "sgl_kernel.flash_attn"
+            return "sgl_kernel.flash_ops"
         return "tilelang" if "tilelang" in chosen else None
 
 

@@ -600,3 +600,131 @@ def test_sanitizer_covers_every_kernel() -> None:
     for name in sanitizer.kernel_modules():
         source = Path(__import__("importlib").util.find_spec(name).origin).read_text()
         assert "def sanitizer_cases" in source, name
+
+
+# --- the programs, with made-up engines
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, module: Any, spoil: str | None = None) -> list[Any]:
+    """Replace a program's children by ones that answer everything alike; `spoil` names one that
+    fails. Returns the children asked for."""
+    asked: list[Any] = []
+
+    def fake(child: children.Child) -> children.Ended:
+        asked.append(child)
+        child.log.parent.mkdir(parents=True, exist_ok=True)
+        child.log.write_text("RuntimeError: spoiled\n" if child.name == spoil else "")
+        if child.module == "gpu.reference":
+            groups = [g for g in read_requests(Path(child.arguments[1])) if g.prompt_logprobs]
+            arrays = {
+                f"{group.name}.{i}": np.zeros(len(tokens) - 1, dtype=np.float32)
+                for group in groups
+                for i, tokens in enumerate(group.prompts)
+            }
+            np.savez(child.arguments[2], **arrays)
+        elif child.name != spoil:
+            write_answers(child)
+        return children.Ended(child, 1 if child.name == spoil else 0, 1.0)
+
+    def fakes(given: Any, at_once: int, told: Any = None) -> list[children.Ended]:
+        ended = [fake(child) for child in given]
+        for one in ended if told is not None else ():
+            told(one)
+        return ended
+
+    monkeypatch.setattr(module, "ensure_checkpoint", lambda folder, out, **sizes: VOCAB)
+    monkeypatch.setattr(module, "run_all", fakes, raising=False)
+    monkeypatch.setattr(module, "run", fake, raising=False)
+    return asked
+
+
+def write_answers(child: children.Child) -> None:
+    side, _, requests, out, options = child.arguments
+    assert (child.environment.get("GLM53_SERVE") == "stock") == (side == "stock")
+    speculative = "speculative_algorithm" in json.loads(options)
+    groups = {
+        group.name: [
+            answer(
+                [1] * group.new_tokens,
+                prompt_logprobs=[-0.01] * (len(tokens) - 1) if group.prompt_logprobs else [],
+                cached=(len(tokens) - 1) // 64 * 64 if group.repeats else 0,
+                verifies=group.new_tokens // 4 if speculative else 0,
+            )
+            for tokens in group.prompts
+        ]
+        for group in read_requests(Path(requests))
+    }
+    serving = "stock" if side == "stock" else "ours"
+    status = {"serving": serving, "model": side, "pool": side, "stood_down": []}
+    record = {"groups": groups, "complete": True, "status": status, "started_seconds": 1.0}
+    Path(out).write_text(json.dumps(record))
+
+
+def test_parity_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = pretend(monkeypatch, parity)
+    assert parity.main([str(tmp_path), "--only", "fp8", "fp8-mtp"]) == 0
+    names = [child.name for child in asked]
+    assert sorted(names) == sorted(
+        ["fp8-stock", "fp8-ours", "fp8-mtp-stock", "fp8-mtp-ours", "transformers"]
+    )
+    written = json.loads((tmp_path / "parity.json").read_text())
+    assert written["runs"]["fp8-mtp-ours"]["accept_length"] == 4.0
+    assert parity.main([str(tmp_path), "--only", "fp8", "fp8-mtp", "--judge"]) == 0
+    assert parity.main([str(tmp_path), "--judge"]) == 1, "bf16 was not run"
+
+
+def test_parity_program_fails_with_an_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, parity, spoil="fp8-ours")
+    assert parity.main([str(tmp_path), "--only", "fp8"]) == 1
+    checks = json.loads((tmp_path / "parity.json").read_text())["checks"]
+    assert "fp8-ours finishes: RuntimeError: spoiled" in compare.failures(checks)
+
+
+@pytest.mark.parametrize("spoil", [None, "fp8.flashmla_kv.flashmla_kv-ours"])
+def test_backends_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spoil: str | None
+) -> None:
+    asked = pretend(monkeypatch, backends, spoil)
+    assert backends.main([str(tmp_path), "--quick"]) == (1 if spoil else 0)
+    assert len(asked) == len({child.name for child in asked}) >= 16
+    checks = json.loads((tmp_path / "backends.json").read_text())
+    assert len(checks) * 2 == len(asked)
+    assert len(compare.failures(checks)) == (1 if spoil else 0)
+
+
+@pytest.mark.parametrize("needles", [64, 10])
+def test_long_context_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, needles: int
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps({"indexer_types": ["full", "shared"]}))
+    pretend(monkeypatch, long_context)
+    inner = long_context.run
+
+    def run(child: children.Child) -> children.Ended:
+        folder = Path(child.environment["GLM53_RECORD_DIR"])
+        assert (Path(child.environment["PYTHONPATH"]) / "glm53_recorder.py").exists()
+        assert child.environment["GLM53_RECORD_FROM"] == "199"
+        found = needles if "ours" in child.name else 64
+        lines = [row(mode=mode, needles=found) for mode in ("EXTEND", "DECODE")]
+        (folder / "rows.1.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+        (folder / "memory.1.json").write_text(json.dumps({"peak": 2**32}))
+        return inner(child)
+
+    monkeypatch.setattr(long_context, "run", run)
+    arguments = [str(tmp_path / "out"), "--tokens", "200", "--checkpoint", str(checkpoint)]
+    assert long_context.main(arguments) == (0 if needles == 64 else 1)
+    written = json.loads((tmp_path / "out" / "long.json").read_text())
+    assert written["memory"]["ours"]["peak"] == 4.0
+    assert len(compare.failures(written["checks"])) == (0 if needles == 64 else 2)
+
+
+def test_sanitizer_program_tells_why_it_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sanitizer, "kernel_modules", lambda: [])
+    assert sanitizer.main([str(tmp_path)]) == 0
+    assert "no GPU kernel of its own" in capsys.readouterr().out
