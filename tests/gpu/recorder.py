@@ -20,6 +20,7 @@ in memory.<pid>.json.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,15 @@ NEEDLES = 64  # the positions with the largest recomputed scores
 ROWS_A_CALL = 4  # the last ones: a recomputation costs some milliseconds
 PAGE = 64  # tokens of a page of index keys
 KEY_BYTES = 128  # e4m3, followed in a page by one FP32 scale a token
+HOOKS = {  # SGLang's function -> the recorder's, around it
+    "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend.get_indexer_metadata": (
+        "metadata"
+    ),
+    "sglang.srt.layers.attention.dsa.dsa_indexer_metadata.DSAIndexerMetadata.topk_transform": (
+        "transform"
+    ),
+    "sglang.srt.model_executor.model_runner.ModelRunner.forward": "forward",
+}
 # Of topk_transform, after logits and topk.
 TRANSFORM = ("ks", "cu_seqlens_q", "ke_offset", "batch_idx_list", "topk_indices_offset_override")
 
@@ -203,20 +213,14 @@ class Recorder:
 def install() -> None:
     """Entry point: hooks this process when long_context.py asked for recordings."""
     folder = os.environ.get("GLM53_RECORD_DIR")
-    if not folder:
+    # The engine's first process runs no model, and has not read its arguments yet.
+    if not folder or multiprocessing.parent_process() is None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     recorder = Recorder(Path(folder), int(os.environ["GLM53_RECORD_FROM"]))
-    attention = "sglang.srt.layers.attention."
-    around = {
-        attention + "dsa_backend.DeepseekSparseAttnBackend.get_indexer_metadata": recorder.metadata,
-        attention
-        + "dsa.dsa_indexer_metadata.DSAIndexerMetadata.topk_transform": recorder.transform,
-        "sglang.srt.model_executor.model_runner.ModelRunner.forward": recorder.forward,
-    }
-    for target, hook in around.items():
-        HookRegistry.register(target, _as_function(hook), HookType.AROUND)
+    for target, method in HOOKS.items():
+        HookRegistry.register(target, _as_function(getattr(recorder, method)), HookType.AROUND)
 
 
 def _as_function(method: Any) -> Any:

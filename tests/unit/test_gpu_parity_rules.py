@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 from collections.abc import Iterator
@@ -482,6 +483,25 @@ def test_recorder_maps_selections_to_positions(tmp_path: Path, ragged: bool) -> 
     with pytest.raises(ValueError, match="not the request's"):
         chosen[1, 0] = 9999
         kept._record(metadata, logits, 32, chosen, {"ks": torch.tensor([0, offset])})
+
+
+def test_recorder_hooks_what_sglang_has() -> None:
+    """Each target is a method of SGLang's source, with the parameters that the recorder names."""
+    root = Path(pytest.importorskip("sglang").__file__).parent
+    for target, method in recorder.HOOKS.items():
+        module, owner, function = target.rsplit(".", 2)
+        file = root.joinpath(*module.split(".")[1:]).with_suffix(".py")
+        tree = ast.parse(file.read_text())
+        (owner_node,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner)
+        (node,) = (
+            n for n in owner_node.body if isinstance(n, ast.FunctionDef) and n.name == function
+        )
+        names = [argument.arg for argument in node.args.args]
+        if method == "transform":
+            assert names == ["self", "logits", "topk", *recorder.TRANSFORM]
+        if method == "metadata":
+            assert names == ["self", "layer_id", "forward_batch"]
+        assert callable(getattr(recorder.Recorder, method))
 
 
 def row(**fields: Any) -> dict[str, Any]:
