@@ -232,6 +232,7 @@ def jobs(
             "side": side,
             "device": options.device,
             "vocab": config.vocab_size,
+            "experts": config.n_routed_experts,
             "traces": str(folder / name),
             "arguments": [*base, *arguments, *options.sglang_arguments],
             **spec,

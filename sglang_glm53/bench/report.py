@@ -248,6 +248,12 @@ def _notes(report: dict[str, Any]) -> list[str]:
     """What stands beside the times: tokens, cache, memory, start-up."""
     lines = []
     for row in report.get("rows") or ():
+        if row.get("stock_pipelined_ms") or row.get("ours_pipelined_ms"):
+            lines.append(
+                f"decode, batch {row['batch']}, steps enqueued one behind another: stock "
+                f"{_number(row.get('stock_pipelined_ms'))} ms, ours "
+                f"{_number(row.get('ours_pipelined_ms'))} ms"
+            )
         if row["work"] == "mtp_step":
             each = [
                 f"{side} {_number(row.get(f'{side}_tpot_ms'))} ms a token at accept length "

@@ -33,7 +33,7 @@ def steps_in_all(timed: int) -> int:
 
 def decode(job: dict[str, Any], result: Any) -> None:
     """Job `decode`: `arguments` for SGLang, `side`, `batches`, `context`, `steps`, `chunk`,
-    `vocab`, `traces`: a folder for the profiler's traces.
+    `vocab`, `experts`, `traces`: a folder for the profiler's traces.
 
     Raises:
         Glm53Error: the other side's class serves, a batch does not fit, or no graph was replayed.
@@ -239,7 +239,8 @@ class Bench:
 
         def count(module: Any, inputs: Any, output: Any) -> None:
             ids = output.topk_ids
-            counts.append(int(ids[ids >= 0].unique().numel()))
+            routed = ids[(ids >= 0) & (ids < job["experts"])]  # no padding, no shared expert
+            counts.append(int(routed.unique().numel()))
 
         try:
             # The routing does not depend on the context.

@@ -6,9 +6,11 @@ import argparse
 import datetime
 import os
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from sglang_glm53.bench.plan import GRAPHS, WORKS, Options
 from sglang_glm53.bench.served import SIDES
@@ -30,7 +32,7 @@ docs/benchmarks.md.
 """
 EPILOG = """\
 examples:
-  glm53 bench slice                                  all works: half an hour on an H200
+  glm53 bench slice                                  all works: about 20 minutes on an H200
   glm53 bench slice --work decode --startup 0        the decode step alone: 5 minutes
   glm53 bench slice --layers 20 --work decode        on a GPU of 80 GB; times scale with layers
   glm53 bench slice --only stock --work decode       SGLang's own class alone
@@ -133,6 +135,8 @@ def run_slice(args: argparse.Namespace) -> int:
     options = Options(
         **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     )
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _interrupt)
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -161,6 +165,11 @@ def run_show(args: argparse.Namespace) -> int:
     if args.profile:
         print(render_kernels(found))
     return 0
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    # They take the way of Ctrl-C, so that the child's whole group is ended.
+    sys.exit(128 + signum)
 
 
 def _default_folder() -> Path:

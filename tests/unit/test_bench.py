@@ -133,6 +133,7 @@ def test_the_text_shows_every_row_and_what_stands_beside_it(tmp_path: Path) -> N
     assert "accept length 3.50" in text and "KV tokens stock 150000, ours 150000" in text
     assert "start-up: stock 50.0 s, ours 51.0 s" in text
     assert "prefill (default graph)" in text
+    assert "batch 8, steps enqueued one behind another: stock 27.50 ms, ours 26.50 ms" in text
 
 
 def test_the_kernels_of_both_sides_stand_beside_each_other(tmp_path: Path) -> None:
@@ -176,6 +177,28 @@ def test_a_child_that_hangs_is_ended(tmp_path: Path) -> None:
     assert code == 1 and "not done after 1 s" in found["errors"][0]
     assert found["rows"][0]["ours_ms"] is None and found["rows"][0]["stock_ms"] == 21.0
     assert " - " in report.render(found)
+
+
+def test_an_interrupted_run_leaves_no_child(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def say(line: str) -> None:
+        if "half way" in line:
+            found = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
+            pids.extend(map(int, found.stdout.split()))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        running.run_job(
+            running.Job("decode-ours-1", "ours", {"kind": "decode", "side": "ours"}),
+            tmp_path,
+            dict(os.environ),
+            timeout=60,
+            say=say,
+            command=(sys.executable, str(FAKE), "hangs:decode"),
+        )
+    assert len(pids) == 1
+    assert not Path(f"/proc/{pids[0]}").exists()
 
 
 def test_sides_that_read_different_experts_are_an_error(tmp_path: Path) -> None:
