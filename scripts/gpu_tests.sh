@@ -11,13 +11,15 @@
 #   sanitizer   compute-sanitizer over our own kernels
 #   pytest      `pytest -m gpu`, which judges the results in OUT; the rest is told by now
 #
-# Without a stage: all of them, in this order. Needs one Hopper GPU and an environment with SGLang,
-# its kernel packages and this project; PYTHON names its Python (default python3). Checkpoints are
-# made under GLM53_SCRATCH (default /tmp; 15 GB) and kept for the next call.
+# Without a stage: all of them, in this order. OUT gets few files: the judged tables (*.json), what
+# was printed (gpu_tests.log) and the rest (details.tgz: answers and logs, renewed as it goes).
+# Needs one Hopper GPU and an environment with SGLang, its kernel packages and this project; PYTHON
+# names its Python (default python3). Checkpoints are made under GLM53_SCRATCH (default /tmp; 20 GB)
+# and kept for the next call.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 
 [ $# -ge 1 ] || usage 2
 case $1 in -h | --help) usage 0 ;; esac
@@ -37,6 +39,8 @@ done
 
 python=${PYTHON:-python3}
 scratch=${GLM53_SCRATCH:-/tmp}
+work=$scratch/glm53-gpu-results
+mkdir -p "$work"
 export PYTHONPATH=$PWD/tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 
@@ -56,29 +60,42 @@ CHECK
 
 run_stage() {
   case $1 in
-    parity) "$python" -m gpu.parity "$out" --checkpoint "$scratch/glm53-real-dims" ;;
+    parity) "$python" -m gpu.parity "$work" --checkpoint "$scratch/glm53-real-dims" ;;
     backends)
-      "$python" -m gpu.backends "$out" --checkpoint "$scratch/glm53-real-dims-4" "${quick[@]}" ;;
-    long) "$python" -m gpu.long_context "$out" --checkpoint "$scratch/glm53-real-dims" ;;
-    features) "$python" -m gpu.features "$out" ;;
-    sanitizer) "$python" -m gpu.sanitizer "$out" ;;
+      "$python" -m gpu.backends "$work" --checkpoint "$scratch/glm53-real-dims-4" "${quick[@]}" ;;
+    long) "$python" -m gpu.long_context "$work" --checkpoint "$scratch/glm53-real-dims" ;;
+    features) "$python" -m gpu.features "$work" --checkpoint "$scratch/glm53-features" ;;
+    sanitizer) "$python" -m gpu.sanitizer "$work" ;;
     pytest)
       if "$python" -c 'import pytest' 2>/dev/null; then
-        GLM53_GPU_RESULTS=$out "$python" -m pytest -m gpu -p no:cacheprovider -q tests/gpu
+        GLM53_GPU_RESULTS=$work "$python" -m pytest -m gpu -p no:cacheprovider -q tests/gpu
       else
         echo "gpu_tests: pytest is not installed; the stages above are judged all the same"
       fi ;;
   esac
 }
 
+collect() { # a killed run leaves what it measured
+  local name
+  for name in parity backends long features sanitizer; do
+    if [ -f "$work/$name.json" ]; then cp "$work/$name.json" "$out/"; fi
+  done
+  tar -czf "$work/../.glm53-details.tgz" -C "$scratch" "$(basename "$work")" 2>/dev/null
+  mv -f "$work/../.glm53-details.tgz" "$out/details.tgz"
+}
+(while sleep 30; do collect; done) >/dev/null 2>&1 </dev/null &
+collector=$!
+trap 'kill $collector 2>/dev/null; collect' EXIT
+
 failed=()
 for stage in "${stages[@]}"; do
   began=$SECONDS
-  echo "gpu_tests: $stage begins"
+  echo "gpu_tests: $stage begins" | tee -a "$out/gpu_tests.log"
   code=0
-  run_stage "$stage" 2>&1 | tee "$out/$stage.log" || code=1
+  run_stage "$stage" 2>&1 | tee -a "$out/gpu_tests.log" || code=1
   [ $code -eq 0 ] || failed+=("$stage")
-  echo "gpu_tests: $stage $([ $code -eq 0 ] && echo passed || echo FAILED), $((SECONDS - began)) s"
+  verdict=$([ $code -eq 0 ] && echo passed || echo FAILED)
+  echo "gpu_tests: $stage $verdict, $((SECONDS - began)) s" | tee -a "$out/gpu_tests.log"
 done
 if [ ${#failed[@]} -gt 0 ]; then
   echo "gpu_tests: FAILED: ${failed[*]} (results in $out)"

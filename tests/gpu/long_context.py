@@ -152,6 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = args.out / "logs" / f"long-{side}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        (args.out / f"long-{side}.json").unlink(missing_ok=True)
         watch = UsedMemory()
         watch.start()
         result = run(_child(side, args, requests, folder))

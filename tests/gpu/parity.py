@@ -110,10 +110,26 @@ def measure(
         out / "logs" / "reference.log",
         timeout=SECONDS,
     )
-    if not (out / "reference.npz").exists():
+    for child in children:  # what an earlier run left is not this one's
+        Path(child.arguments[3]).unlink(missing_ok=True)
+    if not has_reference(out / "reference.npz", checkpoint, read_requests(requests)):
         children.insert(min(2, len(children)), reference)
     ended = run_all(children, at_once)
     return [Check(f"{e.child.name} finishes", False, e.reason) for e in ended if not e.ok]
+
+
+def has_reference(file: Path, checkpoint: Path, groups: Sequence[Group]) -> bool:
+    """Whether `file` holds this checkpoint's values for every prompt that is asked for."""
+    config = checkpoint / "config.json"
+    if not file.exists() or file.stat().st_mtime < config.stat().st_mtime:
+        return False
+    lengths = {name: len(values) for name, values in np.load(file).items()}
+    return all(
+        lengths.get(f"{group.name}.{number}") == len(tokens) - 1
+        for group in groups
+        if group.prompt_logprobs
+        for number, tokens in enumerate(group.prompts)
+    )
 
 
 def judge(out: Path, groups: Sequence[Group], variants: Sequence[Variant]) -> list[Check]:

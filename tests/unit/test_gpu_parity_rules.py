@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -682,7 +684,11 @@ def write_answers(child: children.Child) -> None:
 
 def test_parity_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = pretend(monkeypatch, parity)
-    assert parity.main([str(tmp_path), "--only", "fp8", "fp8-mtp"]) == 0
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    place = ["--checkpoint", str(checkpoint)]
+    assert parity.main([str(tmp_path), "--only", "fp8", "fp8-mtp", *place]) == 0
     names = [child.name for child in asked]
     assert sorted(names) == sorted(
         ["fp8-stock", "fp8-ours", "fp8-mtp-stock", "fp8-mtp-ours", "transformers"]
@@ -691,6 +697,12 @@ def test_parity_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert written["runs"]["fp8-mtp-ours"]["accept_length"] == 4.0
     assert parity.main([str(tmp_path), "--only", "fp8", "fp8-mtp", "--judge"]) == 0
     assert parity.main([str(tmp_path), "--judge"]) == 1, "bf16 was not run"
+    asked.clear()
+    assert parity.main([str(tmp_path), "--only", "fp8", *place]) == 0
+    assert len(asked) == 2, "the reference is computed once"
+    os.utime(checkpoint / "config.json", (time.time() + 60,) * 2)  # another checkpoint
+    assert parity.main([str(tmp_path), "--only", "fp8", *place]) == 0
+    assert len(asked) == 5
 
 
 def test_parity_program_fails_with_an_engine(
