@@ -132,7 +132,7 @@ def profile(engine: Any, prompts: list[list[int]], folder: Path, tokens: int) ->
         return {"launches": None, "trace_error": " ".join(f"{error!r}".split())}
     return {
         "launches": launches,
-        "kernels": [[kernel.name, kernel.calls, kernel.us] for kernel in table],
+        "kernels": [[kernel.name, kernel.calls, round(kernel.us, 3)] for kernel in table],
     }
 
 

@@ -52,7 +52,7 @@ def decode(job: dict[str, Any], result: Any) -> None:
             start = time.perf_counter()
             tokens = bench.decode(tokens, state)
             bench.synchronize()
-            raw.append((time.perf_counter() - start) * 1e3)
+            raw.append(round((time.perf_counter() - start) * 1e3, 4))
         graph = bench.graph
         if bench.cuda and not graph:
             raise Glm53Error(f"batch {batch}: SGLang replayed no CUDA graph for its decode step")
@@ -100,7 +100,7 @@ def prefill(job: dict[str, Any], result: Any) -> None:
         start = time.perf_counter()
         bench.extend(requests, job["chunk"])
         bench.synchronize()
-        raw.append((time.perf_counter() - start) * 1e3)
+        raw.append(round((time.perf_counter() - start) * 1e3, 4))
         progress(f"prefill of {job['tokens']}, graph {job['graph']}: {raw[-1]:.1f} ms")
         row = {
             "batch": 1,
@@ -229,7 +229,7 @@ class Bench:
             return {"launches": None, "trace_error": " ".join(f"{error!r}".split())}
         return {
             "launches": len(events) / TRACED_STEPS,
-            "kernels": [[kernel.name, kernel.calls, kernel.us] for kernel in table],
+            "kernels": [[kernel.name, kernel.calls, round(kernel.us, 3)] for kernel in table],
         }
 
     def distinct_experts(self, batch: int, job: dict[str, Any]) -> list[int] | str:

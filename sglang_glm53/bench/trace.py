@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang_glm53.errors import Glm53Error
 
+NAME_LENGTH = 160  # of a kernel's name; templates run to thousands of letters
 LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of work on the GPU
 
 
@@ -46,10 +47,10 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def kernels(events: Iterable[Mapping[str, Any]], steps: int) -> list[Kernel]:
-    """The table of a trace of `steps` steps, the longest total first."""
+    """The table of a trace of `steps` steps, the longest total first; long names are cut."""
     times: dict[str, list[float]] = defaultdict(list)
     for event in events:
-        times[str(event["name"])].append(float(event["dur"]))
+        times[str(event["name"])[:NAME_LENGTH]].append(float(event["dur"]))
     table = [
         Kernel(name, len(each) / steps, statistics.fmean(each)) for name, each in times.items()
     ]

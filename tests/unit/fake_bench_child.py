@@ -27,6 +27,8 @@ def main() -> int:
     name = job_file.name.removesuffix(".job.json")
     with (result_file.parent / "started").open("a") as started:
         started.write(f"{name} {os.environ.get('GLM53_SERVE', '-')}\n")
+    with (result_file.parent / "pids").open("a") as pids:
+        pids.write(f"{os.getpid()}\n")
     print("some noise\nbench: half way", flush=True)
     result: dict[str, Any] = {"job": job, "complete": True, **values(job, behaviour)}
     for each in behaviour.split(","):

@@ -180,6 +180,11 @@ def test_the_kernel_table_of_a_trace(tmp_path: Path) -> None:
     assert table[0].total_us == 40.0
 
 
+def test_a_long_name_is_cut_and_its_kernels_stay_one() -> None:
+    (kernel,) = kernels([event("k" * 3000, 0, 2.0), event("k" * 3000, 5, 4.0)], steps=1)
+    assert (len(kernel.name), kernel.calls, kernel.us) == (160, 2.0, 3.0)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 3, 5])
 def test_launches_of_a_step_from_a_trace_that_starts_and_ends_anywhere(cut: int) -> None:
     step = ["sample", "gemm", "gemm", "norm", "gemm", "draft", "draft"]
