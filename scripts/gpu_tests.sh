@@ -64,7 +64,9 @@ run_stage() {
     backends)
       "$python" -m gpu.backends "$work" --checkpoint "$scratch/glm53-real-dims-4" "${quick[@]}" ;;
     long) "$python" -m gpu.long_context "$work" --checkpoint "$scratch/glm53-real-dims" ;;
-    features) "$python" -m gpu.features "$work" --checkpoint "$scratch/glm53-features" ;;
+    features)
+      "$python" -m gpu.features "$work" --checkpoint "$scratch/glm53-features" \
+        ${quick:+--promised} ;;
     sanitizer) "$python" -m gpu.sanitizer "$work" ;;
     pytest)
       if "$python" -c 'import pytest' 2>/dev/null; then

@@ -111,14 +111,17 @@ def not_run(setting: Setting) -> str | None:
 
 
 def judge_one(setting: Setting, stock: Ended, ours: Ended, out: Path) -> Check:
-    """Both answer alike, or both fail."""
+    """Both answer alike, or both refuse; hanging is no refusal, nor is failing where it runs."""
     name = f"{setting.name} ({setting.expected})"
+    if late := [side for side, end in zip(SIDES, (stock, ours), strict=True) if end.code is None]:
+        return Check(name, False, f"not done in time: {', '.join(late)}")
     if stock.ok != ours.ok:
         return Check(
             name, False, f"stock: {stock.reason or 'answers'}; ours: {ours.reason or 'answers'}"
         )
     if not stock.ok:
-        return Check(name, True, f"stock: {stock.reason} | ours: {ours.reason}")
+        refused = setting.expected != RUNS
+        return Check(name, refused, f"stock: {stock.reason} | ours: {ours.reason}")
     answers = {side: _answers(out / f"backend-{setting.name}-{side}.json") for side in SIDES}
     check = greedy(name, answers["ours"], answers["stock"])
     deltas = [
@@ -157,9 +160,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [s for s in settings() if s.quick or not args.quick]
     checks: list[Check] = []
     children, pending = [], {}
+    left_out: dict[str, str] = {}
     for setting in chosen:
         if reason := not_run(setting):
             print(f"not run  {setting.name}: {reason}", flush=True)
+            left_out[setting.name] = reason
             continue
         for side in SIDES:
             child = _child(setting, side, args.checkpoint, requests, args.out)
@@ -173,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         both = ended[setting.name]
         if len(both) == len(SIDES):
             checks.append(judge_one(setting, both["stock"], both["ours"], args.out))
-            (args.out / "backends.json").write_text(json.dumps(as_json(checks), indent=1) + "\n")
+            written = {"checks": as_json(checks), "not_run": left_out}
+            (args.out / "backends.json").write_text(json.dumps(written, indent=1) + "\n")
 
     run_all(children, args.at_once, told)
     print(f"backends: measured in {time.monotonic() - began:.0f} s", flush=True)

@@ -567,7 +567,11 @@ def test_both_sides_must_do_the_same(tmp_path: Path) -> None:
     good, bad = children.Ended(child, 0, 1.0), children.Ended(child, 1, 1.0)
     assert not backends.judge_one(setting, good, bad, tmp_path).passed
     assert not backends.judge_one(setting, bad, good, tmp_path).passed
-    refused = backends.judge_one(setting, bad, bad, tmp_path)
+    assert not backends.judge_one(setting, bad, bad, tmp_path).passed, "it is known to run"
+    other = next(s for s in backends.settings() if s.expected == backends.CONSTRUCTOR)
+    late = children.Ended(child, None, 1.0)
+    assert not backends.judge_one(other, bad, late, tmp_path).passed
+    refused = backends.judge_one(other, bad, bad, tmp_path)
     assert refused.passed and "not on this GPU" in refused.detail
     for side, off in (("stock", 0.0), ("ours", 0.01)):
         groups = {"p": [answer([1, 2], prompt_logprobs=[-1.0 - off])]}
@@ -721,7 +725,10 @@ def test_backends_program(
     asked = pretend(monkeypatch, backends, spoil)
     assert backends.main([str(tmp_path), "--quick"]) == (1 if spoil else 0)
     assert len(asked) == len({child.name for child in asked}) >= 16
-    checks = json.loads((tmp_path / "backends.json").read_text())
+    written = json.loads((tmp_path / "backends.json").read_text())
+    checks = written["checks"]
+    tried = {child.name.rpartition("-")[0] for child in asked}
+    assert tried.isdisjoint(written["not_run"])
     assert len(checks) * 2 == len(asked)
     assert len(compare.failures(checks)) == (1 if spoil else 0)
 
