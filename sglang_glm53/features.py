@@ -212,10 +212,10 @@ _RUNNING = (
     ),
     Feature(
         "expert parallelism",
-        _either(_above_one("ep_size"), _any("ep_num_redundant_experts", "enable_eplb")),
+        _above_one("ep_size"),
         RUNS,
-        "tested with 2 ranks on a CPU, experts rebalanced",
-        "--ep-size N, --enable-eplb, --ep-num-redundant-experts N",
+        "tested with 2 ranks on a CPU",
+        "--ep-size N",
     ),
     Feature(
         "head split over attention ranks",
@@ -314,6 +314,21 @@ _STANDING_DOWN = (
     Feature(
         "all-to-all between experts",
         _beyond(("moe_a2a_backend", "speculative_moe_a2a_backend"), "none"),
+        STANDS_DOWN,
+        UNTESTED,
+        "leave the option out; --ep-size N runs without it",
+    ),
+    Feature(
+        "rebalanced experts",
+        _either(
+            _any("enable_eplb"),
+            _with_kernels(
+                _either(
+                    _any("ep_num_redundant_experts", "ep_dispatch_algorithm"),
+                    _beyond(("init_expert_location",), "trivial"),
+                )
+            ),
+        ),
         STANDS_DOWN,
         UNTESTED,
         "leave the option out; --ep-size N runs without it",
