@@ -20,6 +20,11 @@ def install() -> None:
         "WeightUpdater.update_weights_from_disk",
         keep_old_weights,
     )
+    catalog.wrap(
+        "sglang.srt.model_executor.model_runner_components.weight_updater:"
+        "WeightUpdater.update_weights_from_tensor",
+        tell_what_does_not_fit,
+    )
 
 
 def refuse_bad_tokens(original: Callable[..., None]) -> Callable[..., None]:
@@ -68,3 +73,23 @@ def keep_old_weights(original: Callable[..., tuple[bool, str]]) -> Callable[...,
         return success, message
 
     return update_weights_from_disk
+
+
+def tell_what_does_not_fit(
+    original: Callable[..., tuple[bool, str]],
+) -> Callable[..., tuple[bool, str]]:
+    """A tensor that the model does not have, or of another shape, is told to the one who sent it.
+
+    Our loader refuses it. SGLang catches that for weights from other sources, but not here, where
+    it would end the scheduler. What came before it in the same request has been written.
+    """
+
+    def update_weights_from_tensor(self: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        if not support.serves_our_model():
+            return original(self, *args, **kwargs)
+        try:
+            return original(self, *args, **kwargs)
+        except Exception as error:
+            return False, f"{describe(error)}. Tensors before this one have been written."
+
+    return update_weights_from_tensor

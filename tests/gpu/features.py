@@ -219,7 +219,9 @@ def ask_updates(asking: Asking) -> None:
     signs = 1 - 2 * (torch.arange(weight.shape[0]) % 2)
     for step, factor in (("turned", signs), ("restored", 1)):
         tensor = (weight.float() * factor).to(torch.bfloat16).to(device)
+        engine.begin_weight_update()
         success, message = engine.update_weights_from_tensor([(name, tensor)])[:2]
+        engine.end_weight_update()
         steps[step] = {"success": bool(success), "message": str(message)[:300]}
         steps[step]["answers"] = asking.greedy()
 

@@ -100,9 +100,6 @@ def test_hidden_states_in_the_answer(
     print(f"largest difference {worst:.2e} of the largest value")
     assert worst <= TOLERANCE
 
-    last = ask(server, prompt, return_hidden_states="last")["meta_info"]["hidden_states"]
-    assert torch.allclose(torch.tensor(last[-1]).flatten()[-len(given[0]) :], given[-1], atol=1e-3)
-
 
 def test_routed_experts_in_the_answer(
     server: Server, tiny_checkpoint: Callable[..., Path], reference: Callable
@@ -194,11 +191,12 @@ def test_weights_from_memory(
         "model.layers.4.mlp.experts.2.up_proj.weight",
     )
     tensors = {name: read_tensors(folder, name)[name].float() for name in names}
-    assert send(server, {name: -tensor for name, tensor in tensors.items()}).ok
+    reply = send(server, {name: -tensor for name, tensor in tensors.items()})
+    assert reply.ok, reply.text
     (turned,) = server.generate([prompt], NEW)
     assert turned.logprobs != first.logprobs
     refused = send(server, {"model.layers.3.nothing.weight": torch.zeros(1)})
-    assert not refused.ok
+    assert not refused.ok and "nothing.weight is not a tensor of this" in refused.text
     (still,) = server.generate([prompt], NEW)
     assert still.tokens == turned.tokens
     assert send(server, tensors).ok
@@ -215,10 +213,10 @@ def send(server: Server, tensors: dict[str, torch.Tensor]) -> requests.Response:
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         payload = MultiprocessingSerializer.serialize(list(tensors.items()))
-        return requests.post(
-            server.url + "/update_weights_from_tensor",
-            json={"serialized_named_tensors": [base64.b64encode(payload).decode()]},
-            timeout=300,
-        )
+        body = {"serialized_named_tensors": [base64.b64encode(payload).decode()]}
+        assert requests.post(server.url + "/begin_weight_update", json={}, timeout=60).ok
+        reply = requests.post(server.url + "/update_weights_from_tensor", json=body, timeout=300)
+        assert requests.post(server.url + "/end_weight_update", json={}, timeout=60).ok
+        return reply
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)

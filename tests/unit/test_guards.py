@@ -64,3 +64,22 @@ def test_a_failed_update_loads_the_old_weights_again(
     assert updater.model_config.model_path == "old"
     assert update(updater, "new", "auto") == (True, "said")
     assert updater.model_config.model_path == "new"
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_tensor_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
+    monkeypatch.setattr(support, "serves_our_model", lambda: ours)
+
+    def original(self: object, named_tensors: list[str]) -> tuple[bool, str]:
+        if "wrong" in named_tensors:
+            raise Glm53Error("checkpoint: wrong is not a tensor of this configuration")
+        return True, "said"
+
+    update = guards.tell_what_does_not_fit(original)
+    assert update(None, named_tensors=["right"]) == (True, "said")
+    if not ours:
+        with pytest.raises(Glm53Error):
+            update(None, named_tensors=["wrong"])
+        return
+    success, message = update(None, named_tensors=["wrong"])
+    assert not success and "wrong is not a tensor" in message
