@@ -35,15 +35,18 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """The launches of a Chrome trace (.json or .json.gz) in the order in which they started.
 
     Raises:
-        Glm53Error: the file cannot be read, or is no trace.
+        Glm53Error: the file cannot be read, is no trace, or holds no launches.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             events = json.load(file)["traceEvents"]
         found = [event for event in events if event.get("cat") in LAUNCHES]
-        return sorted(found, key=lambda event: float(event["ts"]))
+        found.sort(key=lambda event: float(event["ts"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Glm53Error(f"{path} is no profiler trace: {error!r}") from error
+    if not found:
+        raise Glm53Error(f"{path}: the profiler saw nothing run on a GPU; does it have the rights?")
+    return found
 
 
 def kernels(events: Iterable[Mapping[str, Any]], steps: int) -> list[Kernel]:

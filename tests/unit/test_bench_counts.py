@@ -204,3 +204,9 @@ def test_what_is_no_trace_is_one_line(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(Glm53Error, match="no profiler trace"):
         read_events(path)
+
+
+def test_a_trace_that_saw_no_gpu_is_one_line(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "a.json.gz", [event("aten::add", 0, cat="cpu_op")])
+    with pytest.raises(Glm53Error, match="saw nothing run on a GPU"):
+        read_events(path)
