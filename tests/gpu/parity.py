@@ -10,11 +10,12 @@ usage: python -m gpu.parity OUT [--checkpoint FOLDER] [--only bf16 fp8 ...] [--a
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ COMMON: dict[str, Any] = {
 # FlashAttention 3, stock's default decode backend for bf16 KV on Hopper, may be missing.
 BF16 = {"kv_cache_dtype": "bfloat16", "dsa_decode_backend": "flashmla_sparse"}
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+FA3 = {"kv_cache_dtype": "bfloat16", "dsa_decode_backend": "fa3"}
+DENSE = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "2048"}
+GRAPH: dict[str, Any] = {
+    **{name: value for name, value in COMMON.items() if name != "cuda_graph_backend_prefill"},
+    "cuda_graph_bs_prefill": [512, 3072, 8192],
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class Variant:
     name: str
     options: dict[str, Any]
     plain: str | None = None  # the variant without speculation that this one must agree with
+    environment: dict[str, str] = field(default_factory=dict)
+    needs: str | None = None  # a file of a package, without which it cannot run
 
 
 VARIANTS = (
@@ -71,14 +80,27 @@ VARIANTS = (
     Variant("bf16", {**COMMON, **BF16}),
     Variant("fp8-mtp", {**COMMON, **FP8, **MTP}, plain="fp8"),
     Variant("bf16-mtp", {**COMMON, **BF16, **MTP}, plain="bf16"),
-    # SGLang's default: prefill inside breakable CUDA graphs.
-    Variant(
-        "fp8-prefill-graph",
-        {k: v for k, v in {**COMMON, **FP8}.items() if k != "cuda_graph_backend_prefill"},
-    ),
+    # SGLang's default: prefill inside breakable CUDA graphs (here of few sizes, to start sooner).
+    Variant("fp8-prefill-graph", {**GRAPH, **FP8}),
+    # SGLang's default on Hopper: short prefills attend densely, through FlashAttention 3.
+    Variant("fp8-dense", {**COMMON, **FP8}, environment=DENSE, needs="flash_ops"),
+    Variant("bf16-fa3", {**COMMON, **FA3}, environment=DENSE, needs="flash_ops"),
+    Variant("fp8-dense-mtp", {**COMMON, **FP8, **MTP}, "fp8-dense", DENSE, needs="flash_ops"),
 )
 
 Results = dict[tuple[str, str], dict[str, Any]]
+
+
+def can_run(variant: Variant) -> bool:
+    """Whether the kernels that a variant needs are installed; says so where they are not."""
+    if variant.needs is None:
+        return True
+    spec = importlib.util.find_spec("sgl_kernel")
+    folder = Path(next(iter(spec.submodule_search_locations or ["."]))) if spec else Path(".")
+    if any(folder.glob(f"{variant.needs}*.so")):
+        return True
+    print(f"not run  {variant.name}: sgl_kernel has no {variant.needs}", flush=True)
+    return False
 
 
 def measure(
@@ -97,7 +119,7 @@ def measure(
                 json.dumps(variant.options),
             ],
             out / "logs" / f"parity-{variant.name}-{side}.log",
-            side_environment(side),
+            {**variant.environment, **side_environment(side)},
             timeout=SECONDS,
         )
         for variant in variants
@@ -259,8 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=2, help="engines at the same time")
     parser.add_argument("--judge", action="store_true", help="only judge what OUT holds")
     args = parser.parse_args(arguments)
-    names = args.only or [v.name for v in VARIANTS if v.name != "fp8-prefill-graph"]
-    variants = [variant for variant in VARIANTS if variant.name in names]
+    names = args.only or [variant.name for variant in VARIANTS]
+    variants = [variant for variant in VARIANTS if variant.name in names and can_run(variant)]
     args.out.mkdir(parents=True, exist_ok=True)
     requests = args.out / "logs" / "parity-requests.json"
     checks: list[Check] = []
