@@ -24,16 +24,19 @@ import numpy as np
 from .children import Child, ensure_checkpoint, run_all, side_environment
 from .compare import (
     Check,
+    Noise,
     accept_length,
     against_reference,
     as_json,
     error,
     greedy,
+    noise,
     prefix_hit,
     report,
     same_accept_length,
+    widest,
 )
-from .prompts import Group, parity_requests, read_requests, write_requests
+from .prompts import AGAIN, Group, parity_requests, read_requests, write_requests
 
 SIDES = ("stock", "ours")
 PAGE = 64  # tokens
@@ -167,14 +170,49 @@ def judge(out: Path, groups: Sequence[Group], variants: Sequence[Variant]) -> li
             checks.append(Check(variant.name, False, f"{missing} run is not there or not complete"))
             continue
         mine, theirs = ours["groups"], stock["groups"]
+        own = own_noise(groups, theirs)
         for group in groups:
             name = f"{variant.name} {group.name}: ours, stock"
-            checks.append(greedy(name, mine[group.name], theirs[group.name]))
-        checks += _hits(variant, groups, results)
+            tie = own[group.name].tie
+            checks.append(greedy(name, mine[group.name], theirs[group.name], tie))
+        checks += _hits(variant, groups, results, own)
         checks += _against_reference(variant, groups, mine, theirs, reference)
         if variant.plain is not None:
-            checks += _against_plain(variant, groups, results)
+            checks += _against_plain(variant, groups, results, own)
     return checks
+
+
+def own_noise(groups: Sequence[Group], theirs: dict[str, list]) -> dict[str, Noise]:
+    """For each group what stock's two runs of its prompts differ by; nothing where it was asked
+    once (its prompts are shorter than index_topk)."""
+    found = {group.name: Noise() for group in groups}
+    for group in groups:
+        if group.name.endswith(AGAIN):
+            base = group.name.removesuffix(AGAIN)
+            between = noise(theirs[base], theirs[group.name])
+            found.update({g.name: between for g in groups if g.prompts == group.prompts})
+    return found
+
+
+def repeatability(
+    groups: Sequence[Group], results: Results, variants: Sequence[Variant]
+) -> dict[str, dict[str, float]]:
+    """Mean |difference| of prompt log-probabilities: ours from stock, and each side from itself."""
+    found: dict[str, dict[str, float]] = {}
+    for variant in variants:
+        runs = {side: results.get((variant.name, side)) for side in SIDES}
+        if None in runs.values():
+            continue
+        for group in groups:
+            if not group.prompt_logprobs or group.name.endswith(AGAIN):
+                continue
+            mine, theirs = (runs[side]["groups"] for side in ("ours", "stock"))
+            row = {"ours, stock": noise(mine[group.name], theirs[group.name]).mean}
+            if (again := f"{group.name}{AGAIN}") in theirs:
+                row["stock, stock"] = noise(theirs[group.name], theirs[again]).mean
+                row["ours, ours"] = noise(mine[group.name], mine[again]).mean
+            found[f"{variant.name} {group.name}"] = row
+    return found
 
 
 def read_results(out: Path, variants: Sequence[Variant]) -> Results:
@@ -189,7 +227,9 @@ def read_results(out: Path, variants: Sequence[Variant]) -> Results:
     return results
 
 
-def _hits(variant: Variant, groups: Sequence[Group], results: Results) -> list[Check]:
+def _hits(
+    variant: Variant, groups: Sequence[Group], results: Results, own: dict[str, Noise]
+) -> list[Check]:
     """Prefix hits of ours; stock's, in brackets, show what the kernels themselves bring."""
     checks = []
     for group in groups:
@@ -201,6 +241,7 @@ def _hits(variant: Variant, groups: Sequence[Group], results: Results) -> list[C
                 results[variant.name, side]["groups"][group.repeats],
                 results[variant.name, side]["groups"][group.name],
                 PAGE,
+                own[group.name].tie,
             )
             for side in ("ours", "stock")
         )
@@ -221,7 +262,7 @@ def _against_reference(
 ) -> list[Check]:
     if not reference:
         return [Check(f"{variant.name}: transformers", False, "there is no reference.npz")]
-    asked = [group for group in groups if group.prompt_logprobs]
+    asked = [g for g in groups if g.prompt_logprobs and not g.name.endswith(AGAIN)]
     rows: list[tuple[str, list[Group]]] = [(group.name, [group]) for group in asked]
     try:
         for name, some in [*rows, ("all prompts", asked)]:
@@ -236,8 +277,14 @@ def _against_reference(
         return [Check(f"{variant.name}: transformers", False, f"{problem}")]
 
 
-def _against_plain(variant: Variant, groups: Sequence[Group], results: Results) -> list[Check]:
-    """Speculation may not change an answer, by the same rule; and the accept lengths."""
+def _against_plain(
+    variant: Variant, groups: Sequence[Group], results: Results, own: dict[str, Noise]
+) -> list[Check]:
+    """Speculation may change an answer no more than it changes stock's; and the accept lengths.
+
+    Verification computes several rows a request where a decode step computes one: other kernels'
+    shapes, other roundings, on both sides.
+    """
     plain = {side: results.get((variant.plain or "", side)) for side in SIDES}
     if None in plain.values():
         name = f"{variant.name}: no speculation"
@@ -245,14 +292,15 @@ def _against_plain(variant: Variant, groups: Sequence[Group], results: Results) 
     checks = []
     for group in groups:
         name = f"{variant.name} {group.name}: ours, no MTP"
-        ours, stock = (
-            greedy(
-                name,
+        pairs = {
+            side: (
                 results[variant.name, side]["groups"][group.name],
                 plain[side]["groups"][group.name],
             )
-            for side in ("ours", "stock")
-        )
+            for side in SIDES
+        }
+        tie = max(own[group.name].tie, widest(*pairs["stock"]))
+        ours, stock = (greedy(name, *pairs[side], tie) for side in ("ours", "stock"))
         checks.append(_beside(ours, stock))
     mine, theirs = (results[variant.name, side]["groups"] for side in ("ours", "stock"))
     checks.append(same_accept_length(f"{variant.name}: accept length", mine, theirs))
@@ -294,7 +342,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"parity: measured in {time.monotonic() - began:.0f} s", flush=True)
     checks += judge(args.out, read_requests(requests), variants)
     print(report("parity", checks), flush=True)
-    written = {"checks": as_json(checks), "runs": summary(args.out, variants)}
+    groups = read_requests(requests)
+    differences = repeatability(groups, read_results(args.out, variants), variants)
+    for name, row in differences.items():
+        print(f"      {name}, mean |delta|: {', '.join(f'{k} {v:.1e}' for k, v in row.items())}")
+    written = {
+        "checks": as_json(checks),
+        "runs": summary(args.out, variants),
+        "mean_differences": differences,
+    }
     (args.out / "parity.json").write_text(json.dumps(written, indent=1) + "\n")
     return int(not checks or not all(check.passed for check in checks))
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from .real_dims import prompt
 
+AGAIN = "-again"  # ends the name of a group that repeats another without its cached prefix
+
 
 @dataclass(frozen=True)
 class Group:
@@ -38,7 +40,8 @@ def parity_requests(
     new_tokens: int = 64,
     seed: int = 1,
 ) -> list[Group]:
-    """Each length alone, the same again (a prefix hit), then each batch size at once.
+    """Each length alone, the same with its prefix cached, the same computed anew, then each batch
+    size at once.
 
     A batch's prompts have lengths around `batch_length`, all different.
     """
@@ -47,6 +50,7 @@ def parity_requests(
         name, tokens = f"p{length}", prompt(vocab, length, seed + number)
         groups.append(Group(name, [tokens], new_tokens, prompt_logprobs=True))
         groups.append(Group(f"{name}-hit", [tokens], new_tokens, repeats=name))
+        groups.append(Group(f"{name}{AGAIN}", [tokens], new_tokens, prompt_logprobs=True))
     for batch in batches:
         prompts = [
             prompt(vocab, batch_length + 37 * i, seed + 1000 * batch + i) for i in range(batch)

@@ -23,7 +23,7 @@ from safetensors import safe_open
 
 from sglang_glm53.checkpoint import FP8_BLOCK, SCALE_SUFFIX
 
-from .prompts import read_requests
+from .prompts import AGAIN, read_requests
 
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
@@ -120,7 +120,7 @@ def main() -> None:
     print(f"transformers: loaded in {time.monotonic() - began:.1f} s", flush=True)
     results: dict[str, np.ndarray] = {}
     for group in read_requests(args.requests):
-        if not group.prompt_logprobs:
+        if not group.prompt_logprobs or group.name.endswith(AGAIN):
             continue
         for number, tokens in enumerate(group.prompts):
             began = time.monotonic()

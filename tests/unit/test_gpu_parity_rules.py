@@ -245,6 +245,46 @@ def test_each_rule_can_fail(tmp_path: Path) -> None:
     assert broken("fp8-mtp", "stock", "p100-hit", cached=0) == []
 
 
+def test_a_tie_is_as_wide_as_stock_moves(tmp_path: Path) -> None:
+    """Where stock's second run differs from its first, and only there."""
+    runs = made_up_runs(tmp_path)
+    for group, gap in (("p100", 0.3), ("b1", 0.3)):
+        mine, theirs = (runs["fp8", side]["groups"][group][0] for side in ("ours", "stock"))
+        mine.update(tokens=[5, 6, 9, 8], top=answer([5, 6, 9, 8], gap, 7)["top"])
+        theirs.update(top=answer([5, 6, 7, 8], gap, 9)["top"])
+    names = judged(tmp_path, runs)
+    assert {"fp8 p100: ours, stock", "fp8 b1: ours, stock"} <= set(names)
+    again = runs["fp8", "stock"]["groups"]["p100-again"][0]
+    again["prompt_logprobs"] = [value + 0.4 for value in again["prompt_logprobs"]]
+    names = judged(tmp_path, runs)
+    assert "fp8 p100: ours, stock" not in names and "fp8 b1: ours, stock" in names
+    table = parity.repeatability(GROUPS, parity.read_results(tmp_path, (PLAIN,)), (PLAIN,))
+    assert table["fp8 p100"]["stock, stock"] == pytest.approx(0.4, abs=1e-4)
+    assert table["fp8 p100"]["ours, stock"] == pytest.approx(0.01, abs=1e-4)
+    assert table["fp8 p100"]["ours, ours"] == 0 and "ours, ours" not in table["fp8 b1"]
+
+
+def test_speculation_may_part_ours_as_far_as_it_parts_stock(tmp_path: Path) -> None:
+    runs = made_up_runs(tmp_path)
+    for side, gap in (("ours", 0.06), ("stock", 0.05)):
+        runs["fp8-mtp", side]["groups"]["b1"][0].update(
+            tokens=[5, 6, 9, 8], top=answer([5, 6, 9, 8], gap, 7)["top"]
+        )
+    assert judged(tmp_path, runs) == ["fp8-mtp b1: ours, no MTP"]
+    runs["fp8-mtp", "stock"]["groups"]["b1"][0]["top"] = answer([5, 6, 9, 8], 0.06, 7)["top"]
+    assert judged(tmp_path, runs) == []
+
+
+def test_noise_is_of_the_same_tokens() -> None:
+    one = [answer([1], prompt_logprobs=[-1.0, -2.0])]
+    assert compare.noise(one, one) == compare.Noise(0.0, 0.0) and compare.Noise().tie == compare.TIE
+    for other in ([-1.0], [-1.0, float("nan")]):
+        with pytest.raises(ValueError):
+            compare.noise(one, [answer([1], prompt_logprobs=other)])
+    assert compare.widest(one, one) == 0
+    assert compare.widest(one, [answer([1, 2])]) == float("inf")
+
+
 def test_a_run_that_is_missing_or_broke_off_fails(tmp_path: Path) -> None:
     runs = made_up_runs(tmp_path)
     runs["fp8", "ours"]["complete"] = False
@@ -288,7 +328,10 @@ def test_requests_round_trip(tmp_path: Path) -> None:
     by_name = {group.name: group for group in GROUPS}
     assert by_name["p100-hit"].prompts == by_name["p100"].prompts
     assert [len(by_name[f"b{n}"].prompts) for n in (1, 3)] == [1, 3]
-    alone = [tuple(p) for group in GROUPS if group.repeats is None for p in group.prompts]
+    assert by_name["p100-again"].prompts == by_name["p100"].prompts
+    assert by_name["p100-again"].prompt_logprobs and by_name["p100-again"].repeats is None
+    first = [g for g in GROUPS if g.repeats is None and not g.name.endswith("-again")]
+    alone = [tuple(p) for group in first for p in group.prompts]
     assert len(set(alone)) == len(alone)
 
 
