@@ -313,10 +313,32 @@ _STANDING_DOWN = (
     ),
     Feature(
         "all-to-all between experts",
-        _beyond(("moe_a2a_backend", "speculative_moe_a2a_backend"), "none"),
+        _either(
+            lambda s: s.get("moe_a2a_backend") == "deepep",
+            lambda s: s.get("speculative_moe_a2a_backend") == "deepep",
+        ),
         STANDS_DOWN,
         UNTESTED,
         "leave the option out; --ep-size N runs without it",
+    ),
+    Feature(
+        "another all-to-all between experts",
+        _beyond(("moe_a2a_backend", "speculative_moe_a2a_backend"), "none", "deepep"),
+        STANDS_DOWN,
+        "our experts know DeepEP's dispatcher alone",
+        "leave the option out; --ep-size N runs without it",
+    ),
+    Feature(
+        "shared expert fused under expert parallelism",
+        _with_kernels(
+            lambda s: (
+                bool(s.get("enforce_shared_experts_fusion"))
+                and (s.get("ep_size", 1) > 1 or s.get("moe_a2a_backend", "none") != "none")
+            )
+        ),
+        STANDS_DOWN,
+        "our fused shared expert would be counted once a rank",
+        "leave out --enforce-shared-experts-fusion",
     ),
     Feature(
         "rebalanced experts",

@@ -16,6 +16,7 @@ from sglang.srt.layers.moe.utils import (
     RoutingMethodType,
     adds_replicated_output_to_partial,
     filter_moe_weight_param_global_expert,
+    is_deepep_class_backend,
 )
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.runtime_context import get_exec, get_parallel
@@ -188,9 +189,15 @@ class GlmMoE(nn.Module):
         else:
             shared = self.shared_experts(x)
             routed = self._routed(x)
-        if self.shared_is_replicated and not adds_replicated_output_to_partial():
-            return routed  # a sum that is still owed counts the replicated expert once
+        if self.shared_is_replicated and not self._adds_replicated():
+            return routed
         return routed.add_(shared)
+
+    @staticmethod
+    def _adds_replicated() -> bool:
+        """Whether this rank adds what every rank has whole. A sum over ranks that is still owed
+        counts it once; a DeepEP-like dispatcher gives each rank its own tokens, and owes none."""
+        return is_deepep_class_backend() or adds_replicated_output_to_partial()
 
     def _routed(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> the weighted sum of each row's experts, a partial sum; a new tensor

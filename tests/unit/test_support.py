@@ -82,8 +82,15 @@ ASKED: dict[str, list[dict[str, Any]]] = {
     "context parallelism": [{"attn_cp_size": 2}, {"dcp_size": 2}, {"enable_prefill_cp": True}],
     "all-to-all between experts": [
         {"moe_a2a_backend": "deepep"},
-        {"moe_a2a_backend": "mooncake"},
         {"speculative_moe_a2a_backend": "deepep"},
+    ],
+    "another all-to-all between experts": [
+        {"moe_a2a_backend": "mooncake"},
+        {"speculative_moe_a2a_backend": "flashinfer"},
+    ],
+    "shared expert fused under expert parallelism": [
+        {**GPU, "enforce_shared_experts_fusion": True, "ep_size": 2},
+        {**GPU, "enforce_shared_experts_fusion": True, "moe_a2a_backend": "deepep"},
     ],
     "rebalanced experts": [
         {"enable_eplb": True},
