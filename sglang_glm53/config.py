@@ -221,12 +221,18 @@ def _check_definition(get) -> None:
         ("topk_method", "noaux_tc", "the router would ignore its correction bias"),
         ("hidden_act", "silu", "every MLP would compute something else"),
         ("attention_bias", False, "the checkpoint has no attention bias"),
+        ("index_init_tokens", 0, "the first positions would not always be selected"),
+        ("index_local_tokens", 0, "the last positions would not always be selected"),
+        ("index_kpool", 1, "index keys would not be pooled"),
+        ("router_fp32", False, "the router's weights would be rounded"),
+        ("mla_nope", False, "attention would rotate where the model does not"),
+        ("swiglu_limit", None, "no MLP would be clamped"),
     ):
         value = get(name, None)
         if value is not None and value != wanted:
             raise Glm53Error(
                 f"config.json: {name} is {value!r} where GLM-5.3 has {wanted!r} ({effect}); "
-                f"set it to {wanted!r} or leave it out"
+                f"{'leave it out' if wanted is None else f'set it to {wanted!r} or leave it out'}"
             )
 
 

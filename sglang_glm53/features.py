@@ -333,7 +333,10 @@ _STANDING_DOWN = (
         _with_kernels(
             lambda s: (
                 bool(s.get("enforce_shared_experts_fusion"))
-                and (s.get("ep_size", 1) > 1 or s.get("moe_a2a_backend", "none") != "none")
+                and (
+                    _above_one("ep_size")(s)
+                    or _beyond(("moe_a2a_backend", "speculative_moe_a2a_backend"), "none")(s)
+                )
             )
         ),
         STANDS_DOWN,

@@ -61,9 +61,12 @@ def keep_old_weights(original: Callable[..., tuple[bool, str]]) -> Callable[...,
     ) -> tuple[bool, str]:
         if not support.serves_our_model():
             return original(self, model_path, load_format, *args, **kwargs)
+        from sglang_glm53.models.weights import whole_checkpoint
+
         before = self.model_config.model_path
         try:
-            success, message = original(self, model_path, load_format, *args, **kwargs)
+            with whole_checkpoint():
+                success, message = original(self, model_path, load_format, *args, **kwargs)
         except Exception as error:
             original(self, before, load_format, *args, **kwargs)
             success = False

@@ -42,6 +42,7 @@ from torch import nn
 from sglang_glm53.compat.torch_attention import serves_plain_torch
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.layers.fp8 import dequantize_blocks
+from sglang_glm53.layers.gemm import FEW_ROW_QUERY_SHAPES, project
 from sglang_glm53.layers.indexer import GlmIndexer, GlmTorchIndexer
 from sglang_glm53.layers.streams import forked, join, overlaps
 
@@ -187,7 +188,7 @@ class GlmAttention(nn.Module):
         self, hidden_states: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """[T, hidden] -> [T, q_lora + kv_lora + rope]; called by the stage boundary."""
-        return self.fused_qkv_a_proj_with_mqa(hidden_states)[0]
+        return project(self.fused_qkv_a_proj_with_mqa, hidden_states)
 
     def forward(
         self,
@@ -256,7 +257,8 @@ class GlmAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, heads, qk_head_dim] queries, their two parts, and k_rope [T, 1, rope]; RoPE applied
         to the parts (and to the whole only where the kernel works in place)."""
-        q = self.q_b_proj(q_latent)[0].view(-1, self.num_local_heads, self.qk_head_dim)
+        q = project(self.q_b_proj, q_latent, FEW_ROW_QUERY_SHAPES)
+        q = q.view(-1, self.num_local_heads, self.qk_head_dim)
         q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         q_rope, k_rope = self.rotary_emb(positions, q_rope, k_rope)
         return q, q_nope, q_rope, k_rope

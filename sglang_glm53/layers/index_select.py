@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.environ import envs
 from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.attention.dsa.utils import (
@@ -29,6 +30,7 @@ from sglang.srt.layers.attention.mqa_logits_utils import (
     mqa_logits_budget_bytes,
     mqa_logits_row_bytes,
     mqa_logits_rows_per_chunk,
+    mqa_logits_static_budget_bytes,
 )
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
@@ -222,7 +224,10 @@ def _ragged_scores(
 ) -> torch.Tensor:
     """[rows, keys] fp32; outside [first, end) of its row it holds anything."""
     with _sms_left_by_pipeline():
-        return resolve_fp8_mqa_logits_fn()(queries, keys, gates, first, end, clean_logits=False)
+        scores = resolve_fp8_mqa_logits_fn()(queries, keys, gates, first, end, clean_logits=False)
+    if scores.shape[0] == 1 and scores.stride(0) % 4:  # as in _paged_scores
+        scores = F.pad(scores, (0, -scores.shape[1] % 4))
+    return scores
 
 
 @contextlib.contextmanager
@@ -247,9 +252,13 @@ def _rows_within_budget(rows: int, keys: int, device: torch.device) -> int:
     """Rows of [rows, keys] fp32 scores to hold at once."""
     if rows * keys < SMALL:
         return rows
+    index = device.index or 0
+    # While graphs are captured the free memory is not yet what it will be, and is not asked for.
+    if get_is_capture_mode():
+        budget = mqa_logits_static_budget_bytes(device_index=index)
+    else:
+        budget = _measured_budget(index)
     within = mqa_logits_rows_per_chunk(
-        num_rows=rows,
-        row_bytes=mqa_logits_row_bytes(keys),
-        budget_bytes=_measured_budget(device.index or 0),
+        num_rows=rows, row_bytes=mqa_logits_row_bytes(keys), budget_bytes=budget
     )
     return rows if within is None else within

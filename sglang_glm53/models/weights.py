@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,19 @@ def to_mtp_module(name: str, config: Glm53Config) -> str:
     return f"model.{rest}" if rest.startswith(MTP_ONLY) else f"model.decoder.{rest}"
 
 
+_whole_checkpoint: ContextVar[bool] = ContextVar("whole_checkpoint", default=False)
+
+
+@contextmanager
+def whole_checkpoint() -> Iterator[None]:
+    """Loads in the body bring a whole checkpoint: an FP8 weight without its scale is refused."""
+    token = _whole_checkpoint.set(True)
+    try:
+        yield
+    finally:
+        _whole_checkpoint.reset(token)
+
+
 class CheckpointLoader:
     """Loads one model (the target, or the MTP draft) and keeps account of what was written."""
 
@@ -127,6 +142,8 @@ class CheckpointLoader:
             name.endswith(".wk_weights_proj.weight") for name, _ in model.named_parameters()
         )
         self.loaded_once = False
+        # Halves of FP8 pairs (a weight, or its scale) that an update brought alone.
+        self.waiting: dict[str, torch.Tensor] = {}
         self.known: dict[str, Shape] = dict(checkpoint_tensors(config))
         self.ignored = set(mtp_duplicates(config))
         if config.tie_word_embeddings:
@@ -191,11 +208,12 @@ class CheckpointLoader:
         self, weights: Iterable[tuple[str, torch.Tensor]], seen: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that this rank's model takes, shape-checked, dequantised where needed."""
-        pending: dict[str, torch.Tensor] = {}
+        # A checkpoint is whole; what a trainer sends is cut into buckets anywhere.
+        update = self.loaded_once and not _whole_checkpoint.get()
+        pending = self.waiting if update else {}
         for name, tensor in _unstack_experts(weights):
-            if not self._is_ours(name):
+            if not self._is_ours(name, tensor):
                 continue
-            self._check_shape(name, tensor)
             if name in seen:
                 raise Glm53Error(
                     f"checkpoint: {name} is there twice; remove the duplicate shard file"
@@ -206,31 +224,38 @@ class CheckpointLoader:
             if not is_scale and tensor.dtype != torch.float8_e4m3fn:
                 yield name, tensor
                 continue
-            if base not in pending:
-                pending[base] = tensor
+            joined = self.joins_index_projections and base.endswith(".indexer.wk.weight")
+            if update and not (self.dequantize or joined):
+                yield name, tensor  # two parameters: each half is written as it comes
                 continue
-            first = pending.pop(base)
+            other = base if is_scale else base + SCALE_SUFFIX
+            if other not in pending:
+                # An update's memory is the sender's, and a newer half replaces one left over.
+                pending[name] = tensor.clone() if update else tensor
+                continue
+            first = pending.pop(other)
+            pending.pop(name, None)
             weight, scale = (first, tensor) if is_scale else (tensor, first)
             if weight.dtype != torch.float8_e4m3fn:
                 raise Glm53Error(f"checkpoint: {base} has a scale but is {weight.dtype}, not FP8")
-            joined = self.joins_index_projections and base.endswith(".indexer.wk.weight")
             if self.dequantize or joined:
                 yield base, dequantize_blocks(weight, scale, self.dtype)
             else:
                 yield base, weight
                 yield base + SCALE_SUFFIX, scale
+        if update:
+            return
         for name, tensor in sorted(pending.items()):
             if tensor.dtype == torch.float8_e4m3fn:
                 raise Glm53Error(
                     f"checkpoint: {name} is FP8 without {name}{SCALE_SUFFIX}; the shard that holds "
                     "its scale is missing"
                 )
-            raise Glm53Error(
-                f"checkpoint: {name}{SCALE_SUFFIX} scales a weight that is not FP8 or not there"
-            )
+            raise Glm53Error(f"checkpoint: {name} scales a weight that is not FP8 or not there")
 
-    def _is_ours(self, name: str) -> bool:
-        """Whether this model takes ``name``; refuses names that the architecture does not have."""
+    def _is_ours(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether this model takes ``name``; refuses names and shapes that the architecture does
+        not have, those of other stages of a pipeline too: all stages refuse, or none."""
         base = name.removesuffix(SCALE_SUFFIX)
         if name.endswith("rotary_emb.inv_freq") or base in self.ignored:
             return False
@@ -239,6 +264,7 @@ class CheckpointLoader:
                 f"checkpoint: {name} is not a tensor of this configuration; check that config.json "
                 "and the shards are of one model"
             )
+        self._check_shape(name, tensor)
         mtp = base.startswith(layer_prefix(self.config.num_hidden_layers))
         if self.is_nextn or mtp:
             return self.is_nextn and mtp

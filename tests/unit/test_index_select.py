@@ -223,6 +223,37 @@ def test_ragged(monkeypatch, kernels, offsets: bool, budget: int | None) -> None
     assert kernels["ragged"] == {None: [8], 2 * 1024: [2] * 4, 1: [1] * 8}[budget]
 
 
+def test_a_single_prefill_row_keeps_a_stride_of_sixteen_bytes(monkeypatch, kernels) -> None:
+    """131 columns at a stride of 131: padded, and selected from as before."""
+    world, metadata, q, gates = setup(monkeypatch, [131], [1], offsets=True)
+    strides = []
+    transform = metadata.topk_transform
+
+    def watched(scores, *args, **kwargs):
+        strides.append(scores.stride(0))
+        return transform(scores, *args, **kwargs)
+
+    metadata.topk_transform = watched  # type: ignore[method-assign]
+    selection = index_select.ragged(0, q, gates, metadata, TOPK)
+    check(selection, expected(world, metadata, q, gates), [0])
+    assert strides == [132]
+
+
+def test_the_budget_is_not_measured_while_graphs_are_captured(monkeypatch, kernels) -> None:
+    def asked(device: int) -> int:
+        raise AssertionError("the free memory was asked for")
+
+    monkeypatch.setattr(index_select, "SMALL", 0)
+    monkeypatch.setattr(index_select, "get_is_capture_mode", lambda: True)
+    monkeypatch.setattr(index_select, "_measured_budget", asked)
+    monkeypatch.setattr(
+        index_select, "mqa_logits_static_budget_bytes", lambda device_index: 3 * 1024
+    )
+    _, metadata, q, gates = setup(monkeypatch, [150, 70], [5, 3])
+    index_select.ragged(0, q, gates, metadata, TOPK)
+    assert kernels["ragged"] == [3, 3, 2]
+
+
 def test_rows_that_see_little_are_selected_without_a_score(monkeypatch, kernels) -> None:
     _, metadata, _, _ = setup(monkeypatch, [5, 8], [5, 8])
     selection = index_select.everything(metadata, TOPK)

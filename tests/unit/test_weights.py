@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from sglang_glm53.checkpoint import checkpoint_tensors, layer_prefix, scale_shape
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.errors import Glm53Error
-from sglang_glm53.models.weights import CheckpointLoader, Slot, dequantize_blocks, locate
+from sglang_glm53.layers.fp8 import dequantize_blocks
+from sglang_glm53.models.weights import CheckpointLoader, Slot, locate, whole_checkpoint
 
 CONFIG = Glm53Config.from_hf(
     {
@@ -259,6 +260,43 @@ def test_fp8_blocks_are_dequantised_on_a_cpu(scale_first: bool) -> None:
             expected[row, block * 128 : (block + 1) * 128] *= scale[row // 128, block]
     assert torch.equal(loaded, expected)
     assert torch.equal(dequantize_blocks(weight, scale, torch.float32), expected)
+
+
+@pytest.mark.parametrize("scale_first", [False, True])
+def test_an_update_may_cut_a_weight_from_its_scale(scale_first: bool) -> None:
+    """A trainer's buckets are cut by bytes; the memory of a bucket is its sender's."""
+    name = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+    model = FakeModel(quant_config=Fp8())
+    loader = CheckpointLoader(model, CONFIG)
+    loader.load(numbered().items())
+    weight, scale = quantized(name)
+    halves = [(name, weight.clone()), (name + "_scale_inv", scale.clone())]
+    first, second = reversed(halves) if scale_first else halves
+    param = model.params["model.layers.1.self_attn.fused_qkv_a_proj_with_mqa.weight"]
+    before = param[128:].clone()
+    loader.load([first])
+    first[1].view(torch.uint8).zero_()
+    assert torch.equal(param[128:], before)  # half a weight changes nothing
+    loader.load([("model.norm.weight", torch.full((256,), 7.0))])
+    loader.load([second])
+    assert torch.equal(param[128:], dequantize_blocks(weight, scale, torch.float32))
+    # a whole checkpoint has both
+    with whole_checkpoint(), pytest.raises(Glm53Error, match="is FP8 without"):
+        loader.load([(name, weight)])
+    assert not loader.waiting
+
+
+def test_a_newer_half_takes_the_place_of_one_that_waits() -> None:
+    name = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+    model = FakeModel(quant_config=Fp8())
+    loader = CheckpointLoader(model, CONFIG)
+    loader.load(numbered().items())
+    weight, scale = quantized(name)
+    loader.load([(name, torch.zeros_like(weight.float()).to(weight.dtype))])
+    loader.load([(name, weight)])
+    loader.load([(name + "_scale_inv", scale)])
+    param = model.params["model.layers.1.self_attn.fused_qkv_a_proj_with_mqa.weight"]
+    assert torch.equal(param[128:], dequantize_blocks(weight, scale, torch.float32))
 
 
 def test_fp8_without_its_scale_is_refused(capsys) -> None:
