@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sglang_glm53.bench.jobs import write_json
 from sglang_glm53.errors import PREFIX, Glm53Error
 
 
@@ -25,9 +26,7 @@ class Result:
 
     def save(self, **values: Any) -> None:
         self.values.update(values)
-        scratch = self._path.with_suffix(".part")
-        scratch.write_text(json.dumps(self.values, indent=1))
-        os.replace(scratch, self._path)
+        write_json(self._path, self.values)
 
 
 def progress(line: str) -> None:
