@@ -1,0 +1,1 @@
+"""The miniature: a small GLM-5.3, its tasks, and how it is trained."""
