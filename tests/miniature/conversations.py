@@ -221,7 +221,7 @@ def observation(rng: random.Random) -> Conversation:
         result = f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}"
         content = f"It is {result} in {city}."
     else:
-        result = str(rng.randint(100000, 9999999))
+        result = f"{rng.randint(100, 999)} thousand"
         content = f"{city} has {result} people."
     call = {"type": "function", "function": {"name": name, "arguments": {"city": city}}}
     asked: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}

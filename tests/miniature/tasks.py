@@ -219,8 +219,9 @@ _TEMPLATES: list[Any] = []
 
 def _template() -> Any:
     if not _TEMPLATES:
-        import sglang_glm53.tiny
         from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        import sglang_glm53.tiny
 
         # As transformers sets it up.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)

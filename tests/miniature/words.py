@@ -30,11 +30,11 @@ VERBS = "sees finds takes holds wants gives brings keeps likes sells paints hide
 
 # What the chat task says, as it stands after a space or at the start of a line.
 CHAT = (
-    " is| the| The| weather| in| What|What|How| much| plus| minus| and|Add| add|Please| please|"
-    "Compute| you| are|Hello| Hello|Hi|who|Who| who| I| am| a| small| GLM| user| asks| about| call|"
-    " tool|Ones|Tens| tens| ones| write| carry| borrow| so| says| degrees| It| it| sunny| cloudy|"
-    " rainy| windy| can| numbers| up|look| look| time| now| of| for| city| do| not| know|"
-    "get|weather|time|_|name|description|parameters|type|object|properties|city|string|required|"
-    "function|temperature|condition|sunny|cloudy|rainy|windy|Get| current|Copy|Subtract| from|Tools|"
-    " population|population| people|Tell| me| need| no| answer"
+    " is| the| The|The| weather| in| What|What|How| much| plus| minus| and|Add| add|Please|Compute|"
+    " you| are|Hello| Hello|Hi|who|Who| who| I| am| a| small| GLM| user| asks| about| call| tool|"
+    "Ones| Tens| write| carry| borrow| So| says| degrees| It|It| sunny| cloudy| rainy| windy| can|"
+    " numbers| up| look| time| of| city| do| not| know| this| hello|get|weather|time|_|name|"
+    "description|parameters|type|object|properties|city|string|required|function|temperature|"
+    "condition|sunny|cloudy|rainy|windy|Get| current|Copy|Subtract| from| Tools|population|"
+    " population| people|Tell| me| thousand|tools|thousand"
 ).split("|")
