@@ -33,7 +33,7 @@ CHAT = (
     " is| the| The|The| weather| in| What|What|How| much| plus| minus| and|Add| add|Please|Compute|"
     " you| are|Hello| Hello|Hi|who|Who| who| I| am| a| small| GLM| user| asks| about| call| tool|"
     "Ones| Tens| write| carry| borrow| So| says| degrees| It|It| sunny| cloudy| rainy| windy| can|"
-    " numbers| up| look| time| of| city| do| not| know| this| hello|get|weather|time|_|name|"
+    " numbers| up| look| time| of| city| do| not| know| this| hello| get|get|weather|time|_|name|"
     "description|parameters|type|object|properties|city|string|required|function|temperature|"
     "condition|sunny|cloudy|rainy|windy|Get| current|Copy|Subtract| from| Tools|population|"
     " population| people|Tell| me| thousand|tools|thousand"

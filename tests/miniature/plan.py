@@ -1,0 +1,115 @@
+"""What is trained when: stages of the phases, and the presets.
+
+The phases: dense attention with windows in the first two layers, at growing contexts; dense
+attention as it is; the indexers on the attention of the frozen model; sparse attention; the draft
+layer on its own hidden states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+DENSE, INDEX, SPARSE, DRAFT = "dense", "index", "sparse", "draft"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some steps of one phase.
+
+    Attributes:
+        phase: dense, index, sparse or draft.
+        steps: at most so many.
+        contexts: tokens of a sequence; the last is what the stage is about, the earlier ones are
+            drawn less often.
+        tokens: of recall and copying a step; sequences are as many as fit.
+        window: of the first two layers, None for none.
+        rates: learning rate at the stage's start and end.
+        promote: share of right answers (recall) from which the next stage begins.
+        dense_share: of the steps of a sparse stage run with dense attention.
+    """
+
+    phase: str
+    steps: int
+    contexts: tuple[int, ...]
+    tokens: int = 65536
+    window: int | None = 64
+    rates: tuple[float, float] = (2e-3, 2e-3)
+    promote: float | None = None
+    dense_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Preset:
+    """All that a training run is made of.
+
+    Attributes:
+        warmup: steps until the learning rate is reached, at the very beginning.
+        index_rate: learning rate of the indexers, as a multiple of the others'.
+        copy_share: of the long sequences that are copies.
+        chat: conversations a step, short ones and ones with tools (alternately).
+        draft_weight: of the draft layer's loss beside the target's.
+        watch: rows a sequence that the indexers learn from.
+        draft_steps: tokens ahead in the last phase.
+        pool: conversations rendered at the start.
+    """
+
+    stages: tuple[Stage, ...]
+    warmup: int = 100
+    index_rate: float = 1.0
+    copy_share: float = 0.35
+    chat: tuple[int, int] = (192, 48)
+    draft_weight: float = 0.3
+    watch: int = 48
+    draft_steps: int = 5
+    pool: int = 40000
+
+
+ALL = (256, 512, 1024, 2048, 4096, 8192)
+
+FULL = Preset(
+    stages=(
+        Stage(DENSE, 2000, (128,), promote=0.97),
+        Stage(DENSE, 500, (128, 256), promote=0.97),
+        Stage(DENSE, 400, (256, 512), promote=0.97),
+        Stage(DENSE, 300, (256, 512, 1024), promote=0.97),
+        Stage(DENSE, 300, (256, 1024, 2048), promote=0.97),
+        Stage(DENSE, 300, (512, 2048, 4096), promote=0.97),
+        Stage(DENSE, 250, (512, 2048, 4096, 8192), promote=0.985),
+        Stage(DENSE, 300, ALL, window=None, rates=(2e-3, 6e-4)),
+        Stage(INDEX, 450, ALL, tokens=32768, rates=(2e-3, 1e-3)),
+        Stage(SPARSE, 600, ALL, tokens=32768, rates=(6e-4, 5e-5), dense_share=0.2),
+        Stage(DRAFT, 500, (256, 512, 1024, 2048), tokens=32768, rates=(1e-3, 5e-5)),
+    )
+)
+
+SMOKE = Preset(
+    stages=(
+        Stage(DENSE, 6, (64,), tokens=512, window=32),
+        Stage(DENSE, 2, (160,), tokens=480, window=None),
+        Stage(INDEX, 3, (160,), tokens=480),
+        Stage(SPARSE, 3, (64, 160), tokens=480, rates=(6e-4, 5e-5), dense_share=0.3),
+        Stage(DRAFT, 3, (64, 160), tokens=480),
+    ),
+    warmup=2,
+    chat=(4, 2),
+    watch=8,
+    draft_steps=3,
+    pool=60,
+)
+
+
+def _scaled(preset: Preset, factor: float) -> Preset:
+    stages = tuple(
+        dataclasses.replace(s, rates=(s.rates[0] * factor, s.rates[1] * factor))
+        for s in preset.stages
+    )
+    return dataclasses.replace(preset, stages=stages)
+
+
+PRESETS = {
+    "full": FULL,
+    "fast": _scaled(FULL, 1.75),
+    "slow": _scaled(FULL, 0.5),
+    "smoke": SMOKE,
+}
