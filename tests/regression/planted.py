@@ -1,0 +1,119 @@
+"""The planted faults, each with the metric that must notice it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from server.harness import Server
+
+from . import checks, faults
+from . import measurements as m
+from .checks import Check
+from .recall import Haystack, Plan, make_haystacks
+from .settings import COPY_LENGTH, SEED
+from .switch import Switch
+
+if TYPE_CHECKING:
+    from miniature.tasks import Tasks
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A running server with its switch, and what it is asked."""
+
+    server: Server
+    switch: Switch
+    tasks: Tasks
+    config: dict[str, Any]
+
+
+Metric = Callable[[Bench], list[Check]]
+
+
+def recall(bench: Bench) -> list[Check]:
+    """Ten questions about two haystacks of 1,024 and of 4,096 tokens."""
+    prefilled, hits = m.recall_with_hits(
+        bench.server, make_haystacks(bench.tasks, Plan(2, 4, (1024, 4096)), SEED + 1)
+    )
+    return checks.recall("recall", prefilled.merge([hits]))
+
+
+def recall_again(bench: Bench) -> list[Check]:
+    """Prompts of 1,024 tokens, asked once more after others have taken their slots."""
+    room = m.capacity(bench.server)
+    haystacks = make_haystacks(bench.tasks, Plan(room // 1024 + 5, 0, (1024,)), SEED + 2)
+    asked: list[Haystack] = haystacks[:5]
+    bench.server.flush()
+    first, _ = m.recall(bench.server, [haystack[0] for haystack in asked])
+    m.recall(bench.server, [haystack[0] for haystack in haystacks[5:]])
+    again = m.recall_after_eviction(bench.server, asked)
+    return [*checks.recall("first asked", first), *checks.recall("recall after eviction", again)]
+
+
+def selected(bench: Bench) -> list[Check]:
+    """Distinct positions that the answering row selects, of one prompt of 1,024 tokens."""
+    (haystack,) = make_haystacks(bench.tasks, Plan(1, 0, (1024,)), SEED + 3)
+    found = m.planted_in_selection(bench.server, haystack, bench.config)
+    return checks.selected_size("recall", found, bench.config["index_topk"])
+
+
+def accept_length(bench: Bench) -> list[Check]:
+    """Two passages copied with MTP."""
+    copies = m.copying(bench.server, m.passages(bench.tasks, 2, COPY_LENGTH, SEED + 4))
+    return [checks.accept_length("copying", copies)]
+
+
+def draft_cache(bench: Bench) -> list[Check]:
+    """The draft's cache after a copy beside that of a fresh prefill."""
+    (prompt,) = m.passages(bench.tasks, 1, COPY_LENGTH, SEED + 5)
+    error = m.draft_cache_error(bench.server, bench.switch, prompt, bench.switch.next_name())
+    return [checks.draft_cache("copying", error)]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault and what must notice it.
+
+    metrics: measured healthy and faulty; at least one check must fail, and be `beyond`.
+    beyond: how bad the worst failing value must be: far from its limit, not just past it.
+    speculates: whether it needs the server with MTP.
+    """
+
+    fault: str
+    metrics: tuple[Metric, ...]
+    beyond: float
+    speculates: bool = False
+
+
+PLANTED = (
+    Planted(faults.NEOX, (recall,), 0.5),
+    Planted(faults.OTHER_SET, (recall,), 0.5),
+    Planted(faults.SHIFTED_KEYS, (recall,), 0.5),
+    Planted(faults.STALE_INDEX, (recall_again,), 0.5),
+    Planted(faults.HALF_TOPK, (selected,), 64),
+    Planted(faults.NO_BIAS, (recall,), 0.5),
+    Planted(faults.STALE_DRAFT, (accept_length, draft_cache), 2.0, speculates=True),
+)
+
+
+def measure(bench: Bench, planted: Planted) -> list[Check]:
+    """All of a fault's metrics, with what is on in the server now."""
+    return [check for metric in planted.metrics for check in metric(bench)]
+
+
+def measure_faulty(bench: Bench, planted: Planted) -> list[Check]:
+    """The same with the fault on; the cache is empty before and after."""
+    bench.server.flush()
+    with bench.switch.fault(planted.fault):
+        found = measure(bench, planted)
+    bench.server.flush()
+    return found
+
+
+def noticed(planted: Planted, healthy: list[Check], faulty: list[Check]) -> bool:
+    """Whether all is well without the fault, and one check fails by a wide margin with it."""
+    return all(check.passed for check in healthy) and any(
+        not check.passed and check.past(planted.beyond) for check in faulty
+    )
