@@ -67,7 +67,7 @@ def index_gates(indexer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def row_scores(q: torch.Tensor, gates: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """[B, R, heads, 128], [B, R, heads], [B, S, 128] -> [B, R, S] fp32."""
     batch, rows, heads, _ = q.shape
-    products = torch.bmm(q.flatten(1, 2), k.transpose(1, 2)).relu()
+    products = torch.bmm(q.flatten(1, 2), k.transpose(1, 2)).relu_()
     products = products.unflatten(1, (rows, heads)).flatten(0, 1)
     gates = gates.flatten(0, 1)[:, None]
     if products.is_cuda and products.dtype == torch.bfloat16 and not torch.is_grad_enabled():

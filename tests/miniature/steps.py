@@ -25,7 +25,8 @@ class Sums:
         self._sums: dict[str, list[torch.Tensor]] = defaultdict(list)
 
     def add(self, name: str, value: torch.Tensor, weight: torch.Tensor | float = 1.0) -> None:
-        weight = torch.as_tensor(weight, device=value.device, dtype=torch.float32)
+        if not isinstance(weight, torch.Tensor):
+            weight = torch.full((), weight, device=value.device)  # filled there: no waiting copy
         self._sums[name].append(torch.stack((value.detach().float() * weight, weight)))
 
     def means(self) -> dict[str, float]:
