@@ -1,4 +1,4 @@
-"""The tasks are what they say: a plain solver finds every answer, and batches agree with prompts."""
+"""The tasks are what they say: a plain solver finds every answer; batches agree with prompts."""
 
 from __future__ import annotations
 
