@@ -14,7 +14,7 @@ from .start import index_masks
 BETAS = (0.9, 0.98)
 DECAY = 0.02  # of matrices
 CLIP = 1.0  # norm of the gradient
-PARTS = ("low", "first", "second")  # files beside the weights themselves
+WEIGHTS, MOMENTS = ("high", "low"), ("first", "second")  # files of a state
 
 
 class Optimiser:
@@ -118,8 +118,14 @@ class Optimiser:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        parts = {p: load_file(folder / f"{p}.safetensors") for p in ("high", "low", *PARTS[1:])}
-        self.counts = [int(parts["high"][f"count.{name}"]) for name in self.names]
+        """Read a state; without the files of both moments they begin anew."""
+        parts = {p: load_file(folder / f"{p}.safetensors") for p in WEIGHTS}
+        if any((folder / f"{p}.safetensors").exists() for p in MOMENTS):
+            parts.update({p: load_file(folder / f"{p}.safetensors") for p in MOMENTS})
+            self.counts = [int(parts["high"][f"count.{name}"]) for name in self.names]
+        else:
+            nothing = dict(zip(self.names, map(torch.zeros_like, self.masters), strict=True))
+            parts.update(dict.fromkeys(MOMENTS, nothing))
         self._adopt(parts)
 
     def _adopt(self, parts: dict[str, dict[str, torch.Tensor]]) -> None:

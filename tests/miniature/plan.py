@@ -58,7 +58,7 @@ class Preset:
     warmup: int = 100
     index_rate: float = 1.0
     copy_share: float = 0.35
-    chat: tuple[int, int] = (192, 48)
+    chat: tuple[int, int] = (256, 64)
     draft_weight: float = 0.3
     watch: int = 48
     draft_steps: int = 5
@@ -69,17 +69,17 @@ ALL = (256, 512, 1024, 2048, 4096, 8192)
 
 FULL = Preset(
     stages=(
-        Stage(DENSE, 2000, (128,), promote=0.97),
-        Stage(DENSE, 500, (128, 256), promote=0.97),
-        Stage(DENSE, 400, (256, 512), promote=0.97),
-        Stage(DENSE, 300, (256, 512, 1024), promote=0.97),
-        Stage(DENSE, 300, (256, 1024, 2048), promote=0.97),
-        Stage(DENSE, 300, (512, 2048, 4096), promote=0.97),
-        Stage(DENSE, 250, (512, 2048, 4096, 8192), promote=0.985),
-        Stage(DENSE, 300, ALL, window=None, rates=(2e-3, 6e-4)),
-        Stage(INDEX, 450, ALL, tokens=32768, rates=(2e-3, 1e-3)),
-        Stage(SPARSE, 600, ALL, tokens=32768, rates=(6e-4, 5e-5), dense_share=0.2),
-        Stage(DRAFT, 500, (256, 512, 1024, 2048), tokens=32768, rates=(1e-3, 5e-5)),
+        Stage(DENSE, 400, (128,), promote=0.97),
+        Stage(DENSE, 200, (128, 256), promote=0.97),
+        Stage(DENSE, 200, (128, 256, 512), promote=0.97),
+        Stage(DENSE, 200, (256, 512, 1024), promote=0.97),
+        Stage(DENSE, 200, (256, 1024, 2048), promote=0.97),
+        Stage(DENSE, 250, (512, 2048, 4096), promote=0.97),
+        Stage(DENSE, 250, (512, 2048, 4096, 8192), promote=0.98),
+        Stage(DENSE, 600, ALL, window=None, rates=(2e-3, 6e-4)),
+        Stage(INDEX, 400, ALL, tokens=32768, rates=(2e-3, 1e-3)),
+        Stage(SPARSE, 700, ALL, tokens=32768, rates=(6e-4, 5e-5), dense_share=0.2),
+        Stage(DRAFT, 400, (256, 512, 1024, 2048), tokens=32768, rates=(1e-3, 5e-5)),
     )
 )
 
