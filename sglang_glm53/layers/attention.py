@@ -237,7 +237,7 @@ class GlmAttention(nn.Module):
                 else self._attend_absorbed
             )
             attended, topk_indices = attend(
-                hidden_states, q_latent, kv_latent, k_rope, positions, forward_batch, index
+                hidden_states, q_latent, kv_latent, k_rope, positions, forward_batch, index, side
             )
         output, _ = self.o_proj(attended)
         return output, topk_indices if self.next_skip_topk else None
@@ -291,13 +291,13 @@ class GlmAttention(nn.Module):
         positions: torch.Tensor,
         forward_batch: ForwardBatch,
         topk_indices: torch.Tensor | None,
+        side: torch.cuda.Stream | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Select unless given, attend; [T, heads * v_head_dim] and the selection; writes the cache.
 
         While a decode or verify step is captured, the query path runs beside the indexer's scores
-        and selection, and the norm of the KV latent beside the query path.
+        and selection on `side`, and the norm of the KV latent beside the query path.
         """
-        side = self.side_stream if overlaps(self.side_stream, hidden_states.shape[0]) else None
         if topk_indices is None and side is not None:
             side.wait_stream(torch.cuda.current_stream())  # the query latent
             topk_indices = self.indexer(hidden_states, q_latent, positions, forward_batch)
@@ -332,9 +332,11 @@ class GlmAttention(nn.Module):
         positions: torch.Tensor,
         forward_batch: ForwardBatch,
         topk_indices: torch.Tensor | None,
+        side: None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`_attend_absorbed` for a prefill graph: one break a layer, for all that depends on the
-        requests' lengths. What it writes lies at the addresses that the next segment reads."""
+        requests' lengths. What it writes lies at the addresses that the next segment reads. There
+        is no `side`: a segment must not end with a stream that has not joined."""
         _, q_nope, q_rope, k_rope = self._queries(q_latent, k_rope, positions)
         rows = q_nope.shape[0]
         selects = topk_indices is None

@@ -20,7 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .children import Child, Ended, ensure_checkpoint, run_all, side_environment
+from .children import (
+    Child,
+    Ended,
+    end_children_when_ended,
+    ensure_checkpoint,
+    run_all,
+    side_environment,
+)
 from .compare import Answer, Check, as_json, greedy, report
 from .prompts import Group, write_requests
 from .real_dims import prompt
@@ -151,6 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="those that run, and some that do not")
     parser.add_argument("--at-once", type=int, default=6, help="engines at the same time")
     args = parser.parse_args(arguments)
+    end_children_when_ended()
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     vocab = ensure_checkpoint(args.checkpoint, args.out, layers=4, experts=8, vocab=32768)
@@ -216,7 +224,7 @@ def _child(setting: Setting, side: str, checkpoint: Path, requests: Path, out: P
         [*arguments, json.dumps(options)],
         out / "logs" / f"{name}.log",
         side_environment(side),
-        timeout=180,
+        timeout=300,  # kernels may have to be compiled first
     )
 
 

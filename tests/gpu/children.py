@@ -65,6 +65,28 @@ def failure_line(log: str) -> str:
     return lines[0][:300] if lines else ""
 
 
+_running: set[int] = set()  # process groups
+
+
+def end_children_when_ended() -> None:
+    """On SIGTERM end all running children at once: each has a session of its own, and one that
+    is left behind keeps its GPU memory."""
+
+    def end(signum: int, frame: object) -> None:
+        for group in list(_running):
+            _kill(group)
+        os._exit(128 + signum)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def _kill(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
 def run(child: Child) -> Ended:
     """Run one child to its end; its process group is killed when it ends or takes too long."""
     child.log.parent.mkdir(parents=True, exist_ok=True)
@@ -85,16 +107,15 @@ def run(child: Child) -> Ended:
             cwd=TESTS,
             start_new_session=True,
         )
+    _running.add(process.pid)
     try:
         code: int | None = process.wait(child.timeout)
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        _kill(process.pid)
         process.wait()
+        _running.discard(process.pid)
     return Ended(child, code, round(time.monotonic() - began, 1))
 
 

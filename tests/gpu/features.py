@@ -24,7 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from .children import Child, ensure_checkpoint, run_all, side_environment
+from .children import (
+    Child,
+    end_children_when_ended,
+    ensure_checkpoint,
+    run_all,
+    side_environment,
+)
 from .compare import TIE, Check, as_json, first_divergence, report
 from .real_dims import prompt
 
@@ -445,7 +451,7 @@ def measure(out: Path, runs: Sequence[Run], arguments: Path, at_once: int) -> No
             [str(out), "--child", run.name, "--arguments", str(arguments)],
             out / "logs" / f"feature-{run.name}.log",
             {**side(run), **run.environment},
-            timeout=150,
+            timeout=300,  # kernels may have to be compiled first
         )
         for run in runs
     ]
@@ -478,6 +484,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (run,) = [run for run in RUNS if run.name == args.child]
         run_one(run, args.out, json.loads(args.arguments.read_text()))
         return 0
+    end_children_when_ended()
     runs = [
         run
         for run in RUNS

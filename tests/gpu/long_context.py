@@ -25,7 +25,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from .children import Child, ensure_checkpoint, run, side_environment
+from .children import (
+    Child,
+    end_children_when_ended,
+    ensure_checkpoint,
+    run,
+    side_environment,
+)
 from .compare import Check, as_json, greedy, report
 from .prompts import Group, write_requests
 from .real_dims import prompt
@@ -137,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=200_000)
     parser.add_argument("--checkpoint", type=Path, default=Path("/tmp/glm53-real-dims"))
     args = parser.parse_args(arguments)
+    end_children_when_ended()
     args.out.mkdir(parents=True, exist_ok=True)
     vocab = ensure_checkpoint(args.checkpoint, args.out)
     config = json.loads((args.checkpoint / "config.json").read_text())

@@ -21,7 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from .children import Child, ensure_checkpoint, run_all, side_environment
+from .children import (
+    Child,
+    end_children_when_ended,
+    ensure_checkpoint,
+    run_all,
+    side_environment,
+)
 from .compare import (
     Check,
     Noise,
@@ -230,21 +236,24 @@ def read_results(out: Path, variants: Sequence[Variant]) -> Results:
 def _hits(
     variant: Variant, groups: Sequence[Group], results: Results, own: dict[str, Noise]
 ) -> list[Check]:
-    """Prefix hits of ours; stock's, in brackets, show what the kernels themselves bring."""
+    """A prefix hit may change an answer no more than it changes stock's (in brackets).
+
+    With a cached prefix the rest of a short prompt takes another kernel, where short prefills
+    attend densely.
+    """
     checks = []
     for group in groups:
         if group.repeats is None:
             continue
-        ours, stock = (
-            prefix_hit(
-                f"{variant.name} {group.name}: ours, its first run",
-                results[variant.name, side]["groups"][group.repeats],
-                results[variant.name, side]["groups"][group.name],
-                PAGE,
-                own[group.name].tie,
+        pairs = {
+            side: tuple(
+                results[variant.name, side]["groups"][name] for name in (group.repeats, group.name)
             )
             for side in ("ours", "stock")
-        )
+        }
+        tie = max(own[group.name].tie, widest(*pairs["stock"]))
+        name = f"{variant.name} {group.name}: ours, its first run"
+        ours, stock = (prefix_hit(name, *pairs[side], PAGE, tie) for side in ("ours", "stock"))
         checks.append(_beside(ours, stock))
     return checks
 
@@ -329,6 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=2, help="engines at the same time")
     parser.add_argument("--judge", action="store_true", help="only judge what OUT holds")
     args = parser.parse_args(arguments)
+    end_children_when_ended()
     names = args.only or [variant.name for variant in VARIANTS]
     variants = [variant for variant in VARIANTS if variant.name in names and can_run(variant)]
     args.out.mkdir(parents=True, exist_ok=True)
