@@ -154,25 +154,29 @@ def config_json(options: TinyOptions, special_ids: dict[str, int]) -> dict[str, 
         "vocab_size": options.vocab,
     }
     if options.fp8:
-        config["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-            "modules_to_not_convert": modules_not_quantised(options.layers),
-        }
+        config["quantization_config"] = fp8_config(config)
     return config
+
+
+def fp8_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of a config.json whose projections are stored in FP8."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "modules_to_not_convert": modules_not_quantised(config),
+    }
 
 
 def stop_token_ids(special_ids: dict[str, int]) -> list[int]:
     return [special_ids[token] for token in ("<|endoftext|>", "<|user|>", "<|observation|>")]
 
 
-def modules_not_quantised(layers: int) -> list[str]:
+def modules_not_quantised(config: dict[str, Any]) -> list[str]:
     """Modules that an FP8 checkpoint keeps in bfloat16 or float32, by their name."""
     names = ["lm_head", "model.embed_tokens", "model.norm"]
-    types = [*indexer_types(layers), "full"]
-    for layer, kind in enumerate(types):
+    for layer, kind in enumerate([*config["indexer_types"], "full"]):
         prefix = f"model.layers.{layer}"
         names += [
             f"{prefix}.input_layernorm",
@@ -185,8 +189,8 @@ def modules_not_quantised(layers: int) -> list[str]:
                 f"{prefix}.self_attn.indexer.k_norm",
                 f"{prefix}.self_attn.indexer.weights_proj",
             ]
-        if layer >= 2:
+        if layer >= config["first_k_dense_replace"]:
             names += [f"{prefix}.mlp.gate", f"{prefix}.mlp.gate.e_score_correction_bias"]
-    mtp = f"model.layers.{layers}"
+    mtp = f"model.layers.{config['num_hidden_layers']}"
     names += [f"{mtp}.{part}" for part in ("eh_proj", "enorm", "hnorm", "shared_head.norm")]
     return names

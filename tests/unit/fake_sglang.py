@@ -2,10 +2,11 @@
 
     python fake_sglang.py BEHAVIOUR serve --model-path DIR --host H --port P ...
 
-BEHAVIOUR: `answers`, `dies` (at start, with a line of ours in the log), `hangs` (never ready),
-`stubborn` (answers, ignores SIGTERM), `refuses` (HTTP 400 to the question), `vanishes` (dies when
-asked). Each starts a child that would outlive it; the child's pid and its own
-are the first lines of the log.
+BEHAVIOUR: `answers` (sums and weather as the miniature does, anything else by saying it again),
+`dies` (at start, with a line of ours in the log), `hangs` (never ready), `stubborn` (answers,
+ignores SIGTERM), `refuses` (HTTP 400 to the question), `vanishes` (dies when asked). One of WRONG
+answers like the miniature but for one thing. Each starts a child that would outlive it; the
+child's pid and its own are the first lines of the log.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ STATUS = {
 }
 
 
+WRONG = ("wrong sum", "no reasoning", "no call", "wrong city", "wrong weather")
+
+
 class Handler(BaseHTTPRequestHandler):
     behaviour = "answers"
 
@@ -48,14 +52,43 @@ class Handler(BaseHTTPRequestHandler):
             self.reply({"message": "the prompt is too long"}, code=400)
             return
         assert self.path == "/v1/chat/completions" and body["stream"], self.path
-        question = body["messages"][0]["content"]
         self.send_response(200)
         self.end_headers()
-        self.event(delta={"reasoning_content": "Let me think."})
+        if self.behaviour != "no reasoning":
+            self.event(delta={"reasoning_content": "Let me think."})
         time.sleep(0.2)
-        self.event(delta={"content": f"You said: {question}"}, finish_reason="stop")
+        last = body["messages"][-1]
+        if last["role"] == "tool":
+            self.event(delta={"content": self.weather(body["messages"])}, finish_reason="stop")
+        elif "tools" in body and self.behaviour != "no call":
+            self.call(body["tools"][0]["function"]["name"])
+        else:
+            self.event(delta={"content": self.answer(last["content"])}, finish_reason="stop")
         self.wfile.write(b'data: {"choices": [], "usage": {"completion_tokens": 11}}\n\n')
         self.wfile.write(b"data: [DONE]\n\n")
+
+    def answer(self, question: str) -> str:
+        if question == "What is 17+25?":
+            return "17 + 25 = 32." if self.behaviour == "wrong sum" else "17 + 25 = 42."
+        return f"You said: {question}"
+
+    def call(self, name: str) -> None:
+        """A tool call as SGLang streams it: the name first, then the arguments in pieces."""
+        city = "Rome" if self.behaviour == "wrong city" else "Paris"
+        first = {"index": 0, "id": "call_1", "function": {"name": name, "arguments": ""}}
+        self.event(delta={"tool_calls": [first]})
+        for piece in ('{"city": "', f'{city}"', "}"):
+            self.event(delta={"tool_calls": [{"index": 0, "function": {"arguments": piece}}]})
+        self.event(delta={}, finish_reason="tool_calls")
+
+    def weather(self, messages: list[dict[str, Any]]) -> str:
+        user, call, result = messages
+        (asked,) = call["tool_calls"]
+        assert asked["id"] == result["tool_call_id"] and call["role"] == "assistant"
+        assert json.loads(asked["function"]["arguments"]) == {"city": "Paris"}
+        told = json.loads(result["content"])
+        degrees = 3 if self.behaviour == "wrong weather" else told["temperature"]
+        return f"It is {told['condition']} in Paris, {degrees} degrees."
 
     def event(self, **choice: Any) -> None:
         self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_sglang import WRONG
 
-from sglang_glm53 import __version__, cli
-from sglang_glm53.commands import chat, demo, server_process
+from sglang_glm53 import __version__, cli, miniature
+from sglang_glm53.commands import chat, demo, server_process, talk
 from sglang_glm53.commands.server_process import Server
 from sglang_glm53.errors import Glm53Error
 
@@ -85,6 +86,10 @@ def test_version() -> None:
         (["status", "http://[::1"], "no SGLang server answers"),
         (["demo", "--model", "/nowhere"], "config.json"),
         (["demo", "--port", "99999"], "99999"),
+        (["demo", "--port", "many"], "--port"),
+        (["demo", "--model", "/nowhere", "--fp8"], "leave out --model, or --fp8"),
+        (["demo", "--max-tokens", "0"], "--max-tokens is 0"),
+        (["demo", "--question", " "], "--question is empty"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_1(arguments: list[str], says: str) -> None:
@@ -137,10 +142,12 @@ def with_fake(
     monkeypatch.setattr(server_process, "STOP_WITHIN", 1.0)
     children: list[int] = []
 
-    def run(behaviour: str, *arguments: str) -> tuple[int, int]:
+    def run(behaviour: str, *arguments: str, shipped: bool = False) -> tuple[int, int]:
         command = [sys.executable, str(FAKE), behaviour]
         monkeypatch.setattr(server_process, "sglang_command", lambda: command)
-        code = cli.main(["demo", "--model", str(model), *arguments])
+        monkeypatch.setattr(miniature, "folder", lambda: model)
+        named = () if shipped else ("--model", str(model))
+        code = cli.main(["demo", *named, *arguments])
         (log,) = (tmp_path / "cache" / "sglang-glm53").glob("demo-*.log")
         children.append(int(log.read_text().split()[0]))
         return code, children[-1]
@@ -156,19 +163,63 @@ def with_fake(
 Demo = Callable[..., tuple[int, int]]
 
 
-def test_demo_prints_answer_rate_and_what_served(with_fake: Demo, capsys: Any) -> None:
-    code, child = with_fake("answers", "--question", "Quo vadis?")
+def test_demo_talks_to_the_miniature_and_shows_what_served(with_fake: Demo, capsys: Any) -> None:
+    code, child = with_fake("answers", shipped=True)
     out = capsys.readouterr().out
     assert code == 0
-    assert "reasoning         Let me think.\n" in out
-    assert "answer            You said: Quo vadis?\n" in out
-    rate = float(out.split("then ")[1].split(" tokens a second")[0])
-    assert 1 < rate < 51, "ten tokens in 0.2 s, more on a busy machine"
+    talked = out[out.index("question ") :]
+    rows = [(line[:18].strip(), line[18:]) for line in talked.splitlines() if line]
+    assert rows[:8] == [
+        ("question", "What is 17+25?"),
+        ("reasoning", "Let me think."),
+        ("answer", "17 + 25 = 42."),
+        ("question", "What is the weather in Paris? (with the tool get_weather)"),
+        ("reasoning", "Let me think."),
+        ("tool call", 'get_weather(city="Paris")'),
+        ("tool's result", '{"temperature": 21, "condition": "sunny"}'),
+        ("reasoning", "Let me think."),
+    ]
+    assert rows[8] == ("answer", "It is sunny in Paris, 21 degrees.")
+    label, speed = rows[9]
+    assert label == "speed" and speed.startswith("33 tokens in 3 answers, first after 0.")
+    rate = float(speed.split("then ")[1].split(" tokens a second")[0])
+    assert 1 < rate < 51, "thirty tokens in 0.6 s, more on a busy machine"
     assert "model             sglang_glm53.models.glm_moe_dsa.GlmMoeDsaForCausalLM\n" in out
     assert "accept length     3.25\n" in out
     assert "stood down        GPU: no kernels; use a CPU" in out
     assert "draft (MTP)" not in out, "what is absent is left out"
     wait_until(lambda: not alive(child))
+
+
+@pytest.mark.parametrize("behaviour", WRONG)
+def test_demo_of_a_miniature_that_makes_no_sense_is_an_error(
+    with_fake: Demo, capsys: Any, behaviour: str
+) -> None:
+    code, _ = with_fake(behaviour, shipped=True)
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert code == 1 and "the miniature does not answer as it was trained to" in line
+    expected = {
+        "wrong sum": 'expected "42" as the answer to "What is 17+25?", got "17 + 25 = 32."',
+        "no reasoning": "expected its reasoning apart from the answer",
+        "no call": "expected a call of get_weather for Paris",
+        "wrong city": 'got "", get_weather(city="Rome")',
+        "wrong weather": "expected the tool's 21 degrees",
+    }
+    assert expected[behaviour] in line
+    assert "serving           ours" in told.out
+
+
+@pytest.mark.parametrize("behaviour", WRONG)
+def test_answers_of_another_model_are_not_judged(with_fake: Demo, behaviour: str) -> None:
+    assert with_fake(behaviour)[0] == 0
+
+
+def test_demo_asks_another_question_alone(with_fake: Demo, capsys: Any) -> None:
+    assert with_fake("wrong sum", "--question", "Quo vadis?", shipped=True)[0] == 0
+    out = capsys.readouterr().out
+    assert "answer            You said: Quo vadis?\n" in out and out.count("question  ") == 1
+    assert "11 tokens, first after" in out
 
 
 def test_demo_passes_flags_on(with_fake: Demo, tmp_path: Path) -> None:
@@ -312,7 +363,7 @@ def test_a_stream_without_text_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(chat.urllib.request, "urlopen", lambda *a, **k: Nothing())
     with pytest.raises(Glm53Error, match="no text"):
-        chat.ask("http://x", "?", max_tokens=1, timeout=1)
+        chat.ask("http://x", [], max_tokens=1, timeout=1)
 
 
 def test_a_stream_that_breaks_off_is_an_error() -> None:
@@ -328,18 +379,53 @@ def test_a_stream_that_breaks_off_is_an_error() -> None:
         thread.start()
         with pytest.raises(Glm53Error, match="broke"):
             port = listening.getsockname()[1]
-            chat.ask(f"http://127.0.0.1:{port}", "?", max_tokens=1, timeout=5)
+            chat.ask(f"http://127.0.0.1:{port}", [], max_tokens=1, timeout=5)
         thread.join()
 
 
-def test_the_miniature_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = demo.tiny_model()
-    stamp = (folder / "config.json").stat().st_mtime_ns
-    assert demo.tiny_model() == folder
-    assert (folder / "config.json").stat().st_mtime_ns == stamp
-    assert [p.name for p in folder.parent.iterdir()] == [folder.name], "no scratch left"
+def test_an_answer_that_is_cut_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    cut = chat.Reply("Ones: 7+", "", 5, 0.1, 0.2, "length")
+    monkeypatch.setattr(chat, "ask", lambda *a, **k: cut)
+    talk.Talk("http://x", max_tokens=5, timeout=1).question("?")
+    *_, answer, why = capsys.readouterr().out.splitlines()
+    assert answer.split() == ["answer", "(none)"] and "cut at --max-tokens 5" in why
+
+
+def test_arguments_that_are_no_json_are_shown_as_none() -> None:
+    assert str(chat.ToolCall("1", "get_weather", '{"city": "Par')) == "get_weather()"
+    assert str(chat.ToolCall("1", "get_weather", '["Paris"]')) == "get_weather()"
+
+
+@pytest.mark.parametrize(
+    ("told", "visible", "expected"),
+    [
+        ("9.0\n9.0\n", "0,1", True),
+        ("9.0\n8.6\n", None, False),  # which of them serves is not ours to say
+        ("10.0\n", None, False),
+        ("9.0\n", "", False),
+        (None, None, False),  # no nvidia-smi
+    ],
+)
+def test_the_miniature_goes_to_a_hopper_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    told: str | None,
+    visible: str | None,
+    expected: bool,
+) -> None:
+    if told is not None:
+        smi = tmp_path / "nvidia-smi"
+        smi.write_text(f"#!/bin/sh\necho '{told}'\n")
+        smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(demo, "sglang_version", lambda: "0.5.23")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert demo.has_hopper() is expected
+    monkeypatch.setattr(demo, "sglang_version", lambda: "0.5.22")
+    assert not demo.has_hopper(), "ours stands down there"
 
 
 def test_a_cache_that_cannot_be_written_is_named(
@@ -349,7 +435,7 @@ def test_a_cache_that_cannot_be_written_is_named(
     pytest.importorskip("sglang")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    for arguments in ((), ("--model", str(model))):
+    for arguments in (("--fp8",), ("--model", str(model))):
         assert cli.main(["demo", *arguments]) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert "cannot write" in line and "set XDG_CACHE_HOME" in line
@@ -370,30 +456,40 @@ def test_what_the_server_does_is_told_in_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.server
-def test_demo_on_the_real_server(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*MODULE, "demo", "--mtp"],
+@pytest.mark.parametrize("options", [(), ("--mtp", "--fp8")], ids=["plain", "mtp-fp8"])
+def test_demo_on_the_real_server(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """The miniature's own answers; within 20 seconds from the moment that the server is up."""
+    demo_process = subprocess.Popen(
+        [*MODULE, "demo", *options],
         cwd=ROOT,
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    out = " ".join(done.stdout.split())
-    assert "reasoning A question arrived;" in out
-    assert "answer Hello! I am the smallest possible GLM:" in out and "</think>" not in out
+    came: dict[str, float] = {}
+    lines = []
+    for line in demo_process.stdout:
+        came.setdefault(line.split(" ")[0].strip(), time.monotonic())
+        lines.append(line)
+    assert demo_process.wait(60) == 0, "".join(lines)
+    out = " ".join("".join(lines).split())
+    assert "answer 17 + 25 = 42." in out and "think>" not in out
+    assert 'tool call get_weather(city="Paris")' in out and "<tool_call>" not in out
     assert "serving ours" in out
     assert "model sglang_glm53.models.glm_moe_dsa.GlmMoeDsaForCausalLM" in out
-    assert "draft (MTP) sglang_glm53.models.glm_moe_dsa_nextn.GlmMoeDsaForCausalLMNextN" in out
     assert "attention sglang_glm53.backends.torch_dsa.TorchDsaBackend" in out
+    assert came["speed"] - came["ready"] < 20
+    if "--mtp" in options:
+        assert "draft (MTP) sglang_glm53.models.glm_moe_dsa_nextn.GlmMoeDsaForCausalLMNextN" in out
+        assert "accept length" in out
 
 
 @pytest.mark.server
-def test_demo_whose_real_server_dies(tmp_path: Path) -> None:
+def test_demo_whose_real_server_dies(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
     """The line of the log that says why is the one that is shown."""
     done = subprocess.run(
-        [*MODULE, "demo", "--", "--dtype", "float16"],
+        [*MODULE, "demo", "--model", str(tiny_checkpoint()), "--", "--dtype", "float16"],
         cwd=ROOT,
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
