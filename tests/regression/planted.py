@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from server.harness import Server
@@ -19,17 +19,21 @@ if TYPE_CHECKING:
     from miniature.tasks import Tasks
 
 
+Metric = Callable[["Bench"], list[Check]]
+
+
 @dataclass(frozen=True)
 class Bench:
-    """A running server with its switch, and what it is asked."""
+    """A running server with its switch, and what it is asked.
+
+    healthy: what each metric gave without a fault; several faults share a metric.
+    """
 
     server: Server
     switch: Switch
     tasks: Tasks
     config: dict[str, Any]
-
-
-Metric = Callable[[Bench], list[Check]]
+    healthy: dict[Metric, list[Check]] = field(default_factory=dict)
 
 
 def recall(bench: Bench) -> list[Check]:
@@ -99,15 +103,19 @@ PLANTED = (
 
 
 def measure(bench: Bench, planted: Planted) -> list[Check]:
-    """All of a fault's metrics, with what is on in the server now."""
-    return [check for metric in planted.metrics for check in metric(bench)]
+    """All of a fault's metrics without a fault; each is taken once a server."""
+    for metric in planted.metrics:
+        if metric not in bench.healthy:
+            bench.server.flush()
+            bench.healthy[metric] = metric(bench)
+    return [check for metric in planted.metrics for check in bench.healthy[metric]]
 
 
 def measure_faulty(bench: Bench, planted: Planted) -> list[Check]:
-    """The same with the fault on; the cache is empty before and after."""
+    """All of them with the fault on; the cache is empty before and after."""
     bench.server.flush()
     with bench.switch.fault(planted.fault):
-        found = measure(bench, planted)
+        found = [check for metric in planted.metrics for check in metric(bench)]
     bench.server.flush()
     return found
 

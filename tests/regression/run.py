@@ -124,7 +124,6 @@ def measure_faults(bench: planted.Bench, job: Job, report: Report) -> None:
     for one in planted.PLANTED:
         if one.speculates != job.setting.speculates:
             continue
-        bench.server.flush()
         healthy = planted.measure(bench, one)
         faulty = planted.measure_faulty(bench, one)
         row = {

@@ -167,9 +167,8 @@ def launch(
     variables = {**setting.environment, **side_environment(side)}
     if switchable:
         variables |= switch.environment()
-    server = Server(
-        model, (*setting.arguments, *arguments), folder, probe=False, environment=variables
-    )
+    given = (*setting.arguments, *arguments, "--sleep-on-idle")
+    server = Server(model, given, folder, probe=False, environment=variables)
     server.start()
     try:
         block = server.get("/server_info")["internal_states"][0]["glm53"]

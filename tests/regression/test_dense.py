@@ -15,7 +15,7 @@ from .settings import DENSE, SEED, WHOLE_PLAIN, Amount, Setting
 from .switch import Switch
 from .test_plain import expect
 
-pytestmark = [pytest.mark.server, pytest.mark.slow]
+pytestmark = [pytest.mark.server("regression dense"), pytest.mark.slow]
 
 
 def test_dense_against_sparse(

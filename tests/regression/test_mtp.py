@@ -16,7 +16,7 @@ from .settings import COPY_LENGTH, SEED, WITH_MTP, Amount
 from .switch import Switch
 from .test_plain import expect, notices
 
-pytestmark = pytest.mark.server
+pytestmark = pytest.mark.server("regression mtp")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from .settings import COPY_LENGTH, DP_2, DP_2_MTP, SEED, TP_2, TP_2_MTP, Amount,
 from .switch import Switch
 from .test_plain import expect
 
-pytestmark = pytest.mark.server
+pytestmark = pytest.mark.server("regression parallel")
 
 IN_CI = (TP_2, DP_2_MTP)  # with the other two each is run with MTP and without
 

@@ -15,7 +15,7 @@ from .recall import first_haystacks, make_haystacks
 from .settings import COPY_LENGTH, PLAIN, SEED, Amount
 from .switch import Switch
 
-pytestmark = pytest.mark.server
+pytestmark = pytest.mark.server("regression plain")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,6 @@ def expect(found: list[checks.Check]) -> None:
 
 def notices(bench: Bench, planted: Planted) -> None:
     """The metric passes without the fault, and fails by a wide margin with it."""
-    bench.server.flush()
     healthy = measure(bench, planted)
     expect(healthy)
     faulty = measure_faulty(bench, planted)
