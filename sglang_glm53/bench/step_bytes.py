@@ -1,11 +1,9 @@
-"""How many bytes a step has to read from GPU memory, counted from the config.
+"""How many bytes a step of a rank slice has to read from GPU memory.
 
-Over a measured bandwidth this is the bound: no step can be faster, however it is written. Counted,
-each once a pass: the weights of every routed expert that some row is sent to; all other weights;
-of the cache, the selected latents of every request, and the index keys of its whole context in
-every full layer. W_UK and W_UV count in bf16, in which SGLang keeps the absorbed halves of kv_b;
-lm_head and the router are bf16; the rest is FP8 with a float32 scale for each 128 x 128 block.
-Neglected: norms, embedding rows and activations, less than 0.1% together; and what is written.
+Over a measured bandwidth this is the bound: no step can be faster, however it is written. What is
+counted, and how, stands in ledger/memory.py; here are the shapes of the bench: one rank, `experts`
+of the slice, and tokens dealt to them in turn. The indexer's key projection counts in the
+checkpoint's width.
 
 Pure Python: neither torch nor sglang.
 """
@@ -15,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sglang_glm53.config import Glm53Config
+from sglang_glm53.ledger import memory
+from sglang_glm53.ledger.formula import Sheet
+from sglang_glm53.ledger.model import FP8_WIDTH, cache
+from sglang_glm53.ledger.topology import Topology
 
 BF16 = 2.0
-FP8 = 1.0 + 4.0 / (128 * 128)  # with its block's scale
-INDEX_KEY = 132  # bytes a token of a full layer: 128 in FP8, a float32 scale
-LATENT = {"bf16": 1152, "fp8": 656}  # bytes a token of a layer: bf16; FlashMLA's FP8 form
+FP8 = FP8_WIDTH  # with its block's scale
+SLICE = Topology()
 
 Bytes = dict[str, float]
 
@@ -40,38 +41,22 @@ def round_robin_experts(rows: int, config: Glm53Config) -> int:
     SGLang's SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS deals slot `row * k + j` of a layer to expert
     `(slot + layer) % n`: neighbours differ, so the count is the same in every layer.
     """
-    return min(config.n_routed_experts, rows * config.num_experts_per_tok)
+    return int(memory.distinct_experts(_sheet(config), rows, "even"))
 
 
 def attention_weights(config: Glm53Config, width: float = FP8) -> float:
     """Weights of one layer's MLA, without an indexer."""
-    heads, latent = config.num_attention_heads, config.kv_lora_rank
-    down = config.hidden_size * (config.q_lora_rank + config.latent_dim)
-    up = config.q_lora_rank * heads * config.qk_head_dim
-    absorbed = latent * heads * (config.qk_nope_head_dim + config.v_head_dim)
-    out = heads * config.v_head_dim * config.hidden_size
-    return (down + up + out) * width + absorbed * BF16
+    return _sheet(config, width)["attention_layer"]
 
 
 def indexer_weights(config: Glm53Config, width: float = FP8) -> float:
     """Weights of one full layer's indexer: queries, the key, and the heads' gates (bf16)."""
-    query = config.q_lora_rank * config.index_n_heads * config.index_head_dim
-    key = config.hidden_size * config.index_head_dim
-    gates = config.hidden_size * config.index_n_heads
-    return (query + key) * width + gates * BF16
+    return _sheet(config, width)["indexer_layer"]
 
 
 def expert_weights(config: Glm53Config, width: float = FP8) -> float:
     """Weights of one routed expert; the shared expert has as many."""
-    return 3 * config.hidden_size * config.moe_intermediate_size * width
-
-
-def _lm_head(config: Glm53Config) -> float:
-    return config.vocab_size * config.hidden_size * BF16
-
-
-def _router(config: Glm53Config) -> float:
-    return config.hidden_size * config.n_routed_experts * BF16
+    return _sheet(config, width)["expert_here"]
 
 
 def target_pass(
@@ -95,21 +80,7 @@ def target_pass(
         kv: `fp8` or `bf16`, the form of the latents in the cache.
         width: bytes of one element of a projection.
     """
-    layers, dense = config.num_hidden_layers, config.first_k_dense_replace
-    dense = min(layers, dense)
-    full, moe = len(config.full_layers), layers - dense
-    selected = min(context, config.index_topk)
-    return {
-        "attention": layers * attention_weights(config, width),
-        "indexer": full * indexer_weights(config, width),
-        "dense MLP": dense * 3 * config.hidden_size * config.intermediate_size * width,
-        "routed experts": moe * experts * expert_weights(config, width),
-        "shared experts": moe * config.n_shared_experts * expert_weights(config, width),
-        "router": moe * _router(config),
-        "lm_head": _lm_head(config),
-        "latents": float(layers * requests * selected * LATENT[kv]),
-        "index keys": float(full * requests * context * INDEX_KEY),
-    }
+    return _pass(config, memory.READS, requests, context, experts, kv, width)
 
 
 def draft_pass(
@@ -127,20 +98,8 @@ def draft_pass(
     Args:
         indexer: whether this pass selects anew; later draft steps reuse the first's selection.
     """
-    selected = min(context, config.index_topk)
-    return {
-        "draft: attention": attention_weights(config, width)
-        + (indexer_weights(config, width) if indexer else 0.0),
-        # The projection of embedding and hidden state stays bf16 in SGLang.
-        "draft: projection": 2 * config.hidden_size * config.hidden_size * BF16,
-        "draft: routed experts": experts * expert_weights(config, width),
-        "draft: shared experts": config.n_shared_experts * expert_weights(config, width),
-        "draft: router": _router(config),
-        "draft: lm_head": _lm_head(config),
-        "draft: cache": float(
-            requests * (selected * LATENT[kv] + (context * INDEX_KEY if indexer else 0))
-        ),
-    }
+    shape = (requests, context, experts, kv, width)
+    return _pass(config, memory.DRAFT_READS, *shape, selects=int(indexer))
 
 
 def decode_step(config: Glm53Config, *, batch: int, context: int, **options: object) -> Bytes:
@@ -193,9 +152,9 @@ def loaded_weights(config: Glm53Config, *, mtp: bool = False, width: float = FP8
     """
     everything = {"requests": 0, "context": 0, "experts": config.n_routed_experts, "width": width}
     total = sum(target_pass(config, **everything).values())  # type: ignore[arg-type]
-    heads = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
-    kv_b = config.kv_lora_rank * heads * width
-    total += config.num_hidden_layers * kv_b + _lm_head(config)  # the embedding is as large
+    sheet = _sheet(config, width)
+    kv_b = sheet["kv_b_layer"]
+    total += config.num_hidden_layers * kv_b + sheet["embedding_here"]
     if mtp:
         draft = draft_pass(config, **everything)  # type: ignore[arg-type]
         total += sum(draft.values()) - draft["draft: lm_head"] + kv_b
@@ -204,5 +163,37 @@ def loaded_weights(config: Glm53Config, *, mtp: bool = False, width: float = FP8
 
 def kv_bytes_per_token(config: Glm53Config, *, kv: str = "fp8", mtp: bool = False) -> int:
     """Bytes of cache that one token takes, the MTP layer's included if it drafts."""
-    layers, full = config.num_hidden_layers + mtp, len(config.full_layers) + mtp
-    return layers * LATENT[kv] + full * INDEX_KEY
+    return int(cache(config, kv, mtp=mtp)["kv_bytes_per_token"])
+
+
+def _sheet(config: Glm53Config, width: float = FP8, kv: str = "fp8") -> Sheet:
+    slice_ = Topology(weights="fp8", kv=kv)
+    sheet = Sheet(memory.weight_names(config, slice_, w=width, w_index_key=width))
+    memory.layer_weights(sheet)
+    return sheet
+
+
+def _pass(
+    config: Glm53Config,
+    formulas: dict[str, str],
+    requests: int,
+    context: int,
+    experts: float,
+    kv: str,
+    width: float,
+    **more: float,
+) -> Bytes:
+    found = memory.reads(
+        _sheet(config, width, kv),
+        formulas,
+        requests=requests,
+        context=context,
+        selected=min(context, config.index_topk),
+        experts_read=experts,
+        **more,
+    )
+    return {
+        figure.title: float(figure.value)
+        for name, figure in found.figures.items()
+        if name != "total"
+    }

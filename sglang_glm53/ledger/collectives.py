@@ -1,0 +1,361 @@
+"""What the ranks send each other, and when.
+
+Derived from SGLang's layer boundary (layers/layer_boundary/), layers/dp_attention.py,
+layers/logits_processor.py and layers/vocab_parallel_embedding.py of 0.5.23; `glm53 trace` holds it
+against what runs. Attention and FFN return partial sums. The next stage completes them:
+
+* attention of one group, no dispatcher: an all-reduce each, where the next stage reads;
+* attention DP without a dispatcher: the FFN runs on every rank's rows. They are gathered before it
+  and its sum is scattered back: decode by all-gather and reduce-scatter of equal parts, prefill by
+  all-reduce of one buffer with a place for each rank's rows (reduce-scatter of unequal parts on
+  the way back where ep = dp = tp). Where an attention group has several ranks, the gather
+  completes its sum as well;
+* a dispatcher (DeepEP): each rank brings its own rows of a MoE layer to the experts and gets them
+  back summed. Nothing is gathered or scattered over attention DP there; the dense layers still do.
+
+`bytes` is the whole tensor: an all-reduce's, an all-gather's result, a reduce-scatter's input; for
+dispatch and combine what all ranks send together. `sent` is what one rank sends: a ring's share,
+2 (n - 1) / n of an all-reduce, (n - 1) / n of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sglang_glm53.config import Glm53Config
+from sglang_glm53.ledger.formula import Figure, Number, Sheet
+from sglang_glm53.ledger.memory import weight_names
+from sglang_glm53.ledger.topology import Topology, Workload
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "dispatch", "combine"]
+Pass = Literal["prefill", "decode", "verify", "draft-extend", "draft", "draft-prefill"]
+DRAFT_PASSES = ("draft-extend", "draft", "draft-prefill")
+EXTEND_PASSES = ("prefill", "draft-prefill")
+
+_SENT = {
+    "all-reduce": "2 * (group - 1) / group * bytes",
+    "all-gather": "(group - 1) / group * bytes",
+    "reduce-scatter": "(group - 1) / group * bytes",
+    # Of what all ranks send together, a rank sends its share, and keeps what is its own.
+    "dispatch": "bytes / group * (group - 1) / group",
+    "combine": "bytes / group * (group - 1) / group",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One row of the account.
+
+    Attributes:
+        where: the place, and the layers (`layers 3-77`) or none.
+        group: `tp`, `attn_tp` or `ep`. ranks: its size.
+        count: times a pass. shape: of the whole tensor, rows first.
+        bytes, sent: of one, as the module's text says. source: file of SGLang.
+    """
+
+    where: str
+    layers: str
+    kind: Kind
+    group: str
+    ranks: int
+    count: int
+    shape: tuple[int, ...]
+    bytes: Figure
+    sent: Figure
+    source: str
+
+    @property
+    def total_bytes(self) -> Number:
+        return self.count * self.bytes.value
+
+    @property
+    def total_sent(self) -> Number:
+        return self.count * self.sent.value
+
+    def milliseconds(self, bytes_per_second: float, latency_us: float) -> float:
+        """All of them one after another: the link's time, and a launch latency each."""
+        each = self.sent.value / bytes_per_second * 1e3 + latency_us / 1e3
+        return self.count * each
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one pass.
+
+    Attributes:
+        by_rank: tokens of each attention group, in order.
+        logits: of these, the rows whose logits are computed.
+    """
+
+    by_rank: tuple[int, ...]
+    logits: tuple[int, ...]
+
+
+def pass_rows(kind: Pass, topology: Topology, workload: Workload) -> Rows:
+    """Rows of a pass when the requests are spread evenly over the attention groups.
+
+    A prefill pass holds one chunk of one request, on the first group; the others are idle.
+    """
+    groups = topology.dp
+    if kind in EXTEND_PASSES:
+        tokens = min(workload.prompt, workload.chunk)
+        idle = (0,) * (groups - 1)
+        return Rows((tokens, *idle), (1, *idle))
+    each = workload.tokens if kind in ("verify", "draft-extend") else 1
+    share = [(workload.batch + groups - 1 - rank) // groups for rank in range(groups)]
+    rows = tuple(requests * each for requests in share)
+    return Rows(rows, rows)
+
+
+def collectives(
+    config: Glm53Config,
+    topology: Topology,
+    kind: Pass,
+    rows: Rows,
+) -> list[Collective]:
+    """The collectives of one pass, in the order in which they first occur.
+
+    Args:
+        kind: which pass; draft passes are of the MTP layer alone.
+        rows: what each attention group brings.
+    """
+    return _Pass(config, topology, kind, rows).run()
+
+
+class _Pass:
+    def __init__(self, config: Glm53Config, topology: Topology, kind: Pass, rows: Rows) -> None:
+        self.config, self.topology, self.kind = config, topology, kind
+        self.padded = _padding(kind, topology, rows.by_rank)
+        self.logits = _padding(kind, topology, rows.logits, align=False)
+        self.sheet = Sheet(
+            {
+                **weight_names(config, topology),
+                "rows": self.padded.own,
+                "all_rows": self.padded.every,
+                "logit_rows": self.logits.own,
+                "all_logit_rows": self.logits.every,
+            }
+        )
+        self.found: list[Collective] = []
+
+    def run(self) -> list[Collective]:
+        draft = self.kind in DRAFT_PASSES
+        moe = 1 if draft else self.sheet["moe_layers"]
+        dense = 0 if draft else self.sheet["dense_layers"]
+        self.embedding()
+        if self.topology.dp > 1:
+            self.attention_dp(int(dense), int(moe))
+        elif self.topology.a2a == "deepep":
+            self.one_group_deepep(int(dense), int(moe))
+        else:
+            self.one_group(int(dense + moe))
+        self.head()
+        return self.found
+
+    def add(
+        self,
+        where: str,
+        kind: Kind,
+        group: str,
+        count: int,
+        formula: str,
+        shape: str,
+        source: str,
+        layers: str = "",
+    ) -> None:
+        ranks = {
+            "tp": self.topology.tp,
+            "attn_tp": self.topology.attn_tp,
+            "ep": self.topology.ep,
+        }[group]
+        if ranks == 1 or count == 0:
+            return
+        sheet = Sheet({"group": ranks}, self.sheet)
+        size = sheet.add("bytes", formula, "B", f"{where}: {kind}", source)
+        sent = sheet.figure("sent", _SENT[kind], "B", f"{where}: sent by one rank", "ring")
+        sizes = tuple(int(sheet.figure("", part).value) for part in shape.split(","))
+        if 0 in sizes:  # nobody has a row
+            return
+        self.found.append(
+            Collective(where, layers, kind, group, ranks, count, sizes, size, sent, source)
+        )
+
+    def layers(self, first: int, count: int) -> str:
+        if self.kind in DRAFT_PASSES:
+            return "MTP layer"
+        last = first + count - 1
+        return f"layer {first}" if count == 1 else f"layers {first}-{last}"
+
+    def embedding(self) -> None:
+        self.add(
+            "embedding",
+            "all-reduce",
+            "attn_tp",
+            1,
+            "rows * hidden * plain",
+            "rows, hidden",
+            "layers/vocab_parallel_embedding.py forward; over attention's ranks "
+            "(get_embedding_tp_kwargs)",
+        )
+
+    def one_group(self, layers: int) -> None:
+        size, shape = "rows * hidden * plain", "rows, hidden"
+        entry = "layers/layer_boundary/prepare.py _reduce_update_read, before the FFN's norm"
+        self.add(
+            "attention output", "all-reduce", "attn_tp", layers, size, shape, entry,
+            self.layers(0, layers),
+        )  # fmt: skip
+        owed = "layers/layer_boundary/exit.py _defers_sum: completed before the next layer's norm"
+        self.add(
+            "FFN output", "all-reduce", "tp", layers, size, shape, owed, self.layers(0, layers)
+        )
+
+    def one_group_deepep(self, dense: int, moe: int) -> None:
+        """The residual of MoE layers lies on each rank's share of the rows."""
+        size, shape = "rows * hidden * plain", "rows, hidden"
+        self.one_group(dense)
+        where = self.layers(dense, moe)
+        self.add(
+            "attention output", "reduce-scatter", "attn_tp", moe, size, shape,
+            "layers/layer_boundary/prepare.py _attn_tp_reduce_scatter_update_read", where,
+        )  # fmt: skip
+        self.deepep(moe, where)
+        self.add(
+            "next attention's input", "all-gather", "attn_tp", moe, size, shape,
+            "layers/layer_boundary/ops.py attn_tp_gather_input; the last layer's at its exit", where,
+        )  # fmt: skip
+
+    def deepep(self, moe: int, where: str) -> None:
+        shape = "all_rows * top_k, hidden"
+        values, scales = "all_rows * top_k * hidden", "all_rows * top_k * hidden / 128 * 4"
+        fp8 = self.topology.weights == "fp8"
+        self.add(
+            "experts", "dispatch", "ep", moe,
+            f"{values} + {scales}" if fp8 else f"{values} * plain", shape,
+            "layers/moe/token_dispatcher/deepep.py _dispatch_core: FP8 rows with a float32 scale "
+            "for each 128 values; low latency sends a row once for each expert", where,
+        )  # fmt: skip
+        self.add(
+            "experts", "combine", "ep", moe, f"{values} * plain", shape,
+            "layers/moe/token_dispatcher/deepep.py _combine_core", where,
+        )  # fmt: skip
+
+    def attention_dp(self, dense: int, moe: int) -> None:
+        deepep = self.topology.a2a == "deepep"
+        if deepep:
+            if not self.topology.dense_tp:
+                self.gather_and_scatter(dense, 0, sparse=False)
+            else:
+                self.own_rows(dense, 0, dispatched=False)
+            self.own_rows(moe, dense, dispatched=True)
+            return
+        if self.topology.dense_tp:
+            self.own_rows(dense, 0, dispatched=False)
+            self.gather_and_scatter(moe, dense, sparse=True)
+        else:
+            self.gather_and_scatter(dense + moe, 0, sparse=True)
+
+    def own_rows(self, layers: int, first: int, *, dispatched: bool) -> None:
+        """FFNs that each rank runs on its own rows: its share of its attention group's."""
+        where = self.layers(first, layers)
+        size, shape = "rows * hidden * plain", "rows, hidden"
+        self.add(
+            "attention output", "reduce-scatter", "attn_tp", layers, size, shape,
+            "layers/layer_boundary/prepare.py _attn_tp_reduce_scatter_update_read", where,
+        )  # fmt: skip
+        if dispatched:
+            self.deepep(layers, where)
+        self.add(
+            "next attention's input", "all-gather", "attn_tp", layers, size, shape,
+            "layers/layer_boundary/ops.py attn_tp_gather_input", where,
+        )  # fmt: skip
+
+    def gather_and_scatter(self, layers: int, first: int, *, sparse: bool) -> None:
+        where = self.layers(first, layers)
+        one, every = "rows * hidden * plain", "all_rows * hidden * plain"
+        one_shape, every_shape = "rows, hidden", "all_rows, hidden"
+        gather = "layers/dp_attention.py _dp_gather_via_all_gather"
+        if self.padded.equal:
+            self.add(
+                "attention output", "reduce-scatter", "attn_tp", layers, one, one_shape,
+                gather + ": also completes attention's sum", where,
+            )  # fmt: skip
+            self.add(
+                "FFN input, attention DP", "all-gather", "tp", layers, every, every_shape,
+                gather, where,
+            )  # fmt: skip
+        else:
+            self.add(
+                "FFN input, attention DP", "all-reduce", "tp", layers, every, every_shape,
+                "layers/dp_attention.py _dp_gather_via_all_reduce: also completes attention's sum",
+                where,
+            )  # fmt: skip
+        topology = self.topology
+        unequal_parts = topology.a2a == "none" and topology.tp == topology.dp == topology.ep
+        if self.padded.equal or unequal_parts:
+            self.add(
+                "FFN output, attention DP", "reduce-scatter", "tp", layers, every, every_shape,
+                "layers/layer_boundary/exit.py _select_dp_reduce_scatter", where,
+            )  # fmt: skip
+            if self.padded.equal:
+                self.add(
+                    "FFN output, attention DP", "all-gather", "attn_tp", layers, one, one_shape,
+                    "layers/dp_attention.py dp_reduce_scatter_tensor", where,
+                )  # fmt: skip
+        else:
+            self.add(
+                "FFN output, attention DP", "all-reduce", "tp", layers, every, every_shape,
+                "layers/layer_boundary/ops.py all_reduce_to_dp_local; then a copy", where,
+            )  # fmt: skip
+
+    def head(self) -> None:
+        source = "layers/logits_processor.py _get_logits"
+        group = "attn_tp" if self.topology.dp_lm_head else "tp"
+        rows = "logit_rows"
+        if self.topology.dp > 1 and not self.topology.dp_lm_head:
+            rows = "all_logit_rows"
+            self.add(
+                "lm_head input, attention DP",
+                "all-gather" if self.logits.equal else "all-reduce",
+                "tp",
+                1,
+                f"{rows} * hidden * plain",
+                f"{rows}, hidden",
+                source + ": _gather_dp_attn_hidden_states",
+            )
+        self.add(
+            "logits",
+            "all-gather",
+            group,
+            1,
+            f"{rows} * vocab_padded * plain",
+            f"{rows}, vocab_padded",
+            source,
+        )
+
+
+@dataclass(frozen=True)
+class _Padding:
+    """own: rows of the fullest group, as padded. every: rows of the gathered buffer. equal: whether
+    every group has a place of the same size (SGLang's MAX_LEN) or of its own (SUM_LEN)."""
+
+    own: int
+    every: int
+    equal: bool
+
+
+def _padding(
+    kind: Pass, topology: Topology, by_rank: tuple[int, ...], *, align: bool = True
+) -> _Padding:
+    """layers/dp_attention.py get_dp_padding_mode."""
+    # Rows are padded to a multiple of attention's ranks, except where nothing asks for it.
+    unit = topology.attn_tp if align and (topology.dp > 1 or topology.a2a != "none") else 1
+    rows = [-(-count // unit) * unit for count in by_rank]
+    longest, together = max(rows), sum(rows)
+    if topology.dp == 1:
+        return _Padding(longest, longest, True)
+    extend = kind in EXTEND_PASSES
+    if not extend and together * 2 >= longest * topology.dp:
+        return _Padding(longest, longest * topology.dp, True)
+    return _Padding(longest, together, False)
