@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from sglang_glm53 import __version__
-from sglang_glm53.commands import bench, demo, status, tiny
+from sglang_glm53.commands import bench, demo, ledger, status, tiny
 from sglang_glm53.errors import Glm53Error, describe
 
-COMMANDS = (demo, status, tiny, bench)
+COMMANDS = (demo, status, tiny, bench, ledger)
 
 DESCRIPTION = """\
 GLM-5.3 in SGLang, served by this package's own model code.
@@ -22,6 +22,7 @@ GLM-5.3 in SGLang, served by this package's own model code.
   glm53 status http://HOST:PORT     which classes serve on a running server
   glm53 tiny DIR                    write the miniature checkpoint
   glm53 bench slice                 ours against SGLang's class: one rank of 8 GPUs on one GPU
+  glm53 ledger                      what a topology stores, reads, computes and sends
 
 To serve a checkpoint, use SGLang's own command; installing this package is all it takes:
   sglang serve --model-path DIR

@@ -223,7 +223,8 @@ class _Pass:
         self.deepep(moe, where)
         self.add(
             "next attention's input", "all-gather", "attn_tp", moe, size, shape,
-            "layers/layer_boundary/ops.py attn_tp_gather_input; the last layer's at its exit", where,
+            "layers/layer_boundary/ops.py attn_tp_gather_input; the last layer's at its exit",
+            where,
         )  # fmt: skip
 
     def deepep(self, moe: int, where: str) -> None:
@@ -315,6 +316,12 @@ class _Pass:
         rows = "logit_rows"
         if self.topology.dp > 1 and not self.topology.dp_lm_head:
             rows = "all_logit_rows"
+            if self.logits.equal:
+                self.add(
+                    "lm_head input, attention DP", "reduce-scatter", "attn_tp", 1,
+                    "logit_rows * hidden * plain", "logit_rows, hidden",
+                    source + ": the first rank of a group brings its rows",
+                )  # fmt: skip
             self.add(
                 "lm_head input, attention DP",
                 "all-gather" if self.logits.equal else "all-reduce",

@@ -27,8 +27,7 @@ class Figure:
         value: exact where the formula is.
         unit: `elements`, `B`, `FLOP`, `ms`, ... Bytes are `B`; GB and GiB are made when shown.
         title: what it is, for people.
-        formula: over names of the sheet.
-        numbers: the formula with the numbers in the names' places.
+        formula: over names of the sheet. inputs: the values of the names in it.
         source: the config key, file of SGLang or measurement that the formula rests on.
     """
 
@@ -37,8 +36,13 @@ class Figure:
     unit: str
     title: str
     formula: str
-    numbers: str
+    inputs: Mapping[str, Number]
     source: str
+
+    @property
+    def numbers(self) -> str:
+        """The formula with the numbers in the names' places."""
+        return substitute(self.formula, self.inputs)
 
 
 class Sheet(Mapping[str, Number]):
@@ -78,7 +82,7 @@ class Sheet(Mapping[str, Number]):
             unit,
             title or name.replace("_", " "),
             formula,
-            substitute(formula, self._names),
+            {name: self._names[name] for name in used_names(formula)},
             source,
         )
 
@@ -108,6 +112,13 @@ def substitute(formula: str, names: Mapping[str, Number]) -> str:
 
 def _short(value: Number) -> Number:
     return value if isinstance(value, int) else float(f"{value:.10g}")
+
+
+@functools.lru_cache(maxsize=4096)
+def used_names(formula: str) -> tuple[str, ...]:
+    """The names that stand in `formula`."""
+    found = (node.id for node in ast.walk(_parse(formula)) if isinstance(node, ast.Name))
+    return tuple(dict.fromkeys(name for name in found if name not in _FUNCTIONS))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -168,12 +168,20 @@ def stored(config: Glm53Config, topology: Topology, *, mtp: bool) -> Sheet:
     add(
         "stored_draft",
         "drafts * (attention_layer + kv_b_layer + indexer_layer + experts_here * expert_here"
-        " + shared_layer + router_layer + experts * 4 + norms_layer + eh_proj + 3 * hidden * plain)",
+        " + shared_layer + router_layer + experts * 4 + norms_layer + eh_proj"
+        " + 3 * hidden * plain)",
         "B",
         "loaded weights of the MTP layer (embedding and head are the target's)",
         SOURCE,
     )
     add("stored_bytes", "stored_target + stored_draft", "B", "loaded weights of a rank")
+    add(
+        "stored_while_sizing",
+        "stored_bytes + drafts * (embedding_here + lm_head_here)",
+        "B",
+        "loaded weights while the cache is sized, with the draft's own embedding and head",
+        "SGLang speculative/eagle_worker_v2.py: alloc_memory_pool, then init_lm_head",
+    )
     return sheet
 
 

@@ -124,7 +124,9 @@ def cache(config: Glm53Config, kv: str, *, mtp: bool = False, page_tokens: int =
 
     Attention's ranks all hold the latents: they have one KV head, which cannot be split.
     """
-    index = page.IndexPage(exact=kv == "fp32", page_size=page_tokens, head_dim=config.index_head_dim)
+    index = page.IndexPage(
+        exact=kv == "fp32", page_size=page_tokens, head_dim=config.index_head_dim
+    )
     sheet = Sheet(
         {
             **names(config),
@@ -133,7 +135,9 @@ def cache(config: Glm53Config, kv: str, *, mtp: bool = False, page_tokens: int =
             "drafts": int(mtp),
         }
     )
-    sheet.add("latent_elements", "kv_lora + rope", "elements", "latent and RoPE key, a layer", CONFIG)
+    sheet.add(
+        "latent_elements", "kv_lora + rope", "elements", "latent and RoPE key, a layer", CONFIG
+    )
     sheet.add(
         "latent_elements_token",
         "layers * latent_elements",

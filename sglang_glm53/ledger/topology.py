@@ -191,8 +191,8 @@ class Workload:
             raise Glm53Error("MTP needs draft steps and verified tokens; give both, as in 5-1-6")
         if self.tokens and self.tokens != self.steps + 1:
             raise Glm53Error(
-                f"MTP {self.steps}-1-{self.tokens}: a chain of {self.steps} drafts is verified with "
-                f"{self.steps + 1} tokens; use {self.steps}-1-{self.steps + 1}"
+                f"MTP {self.steps}-1-{self.tokens}: {self.steps} drafts in a chain are verified "
+                f"with {self.steps + 1} tokens; use {self.steps}-1-{self.steps + 1}"
             )
         if self.tokens and not config.num_nextn_predict_layers:
             raise Glm53Error("the config has no MTP layer (num_nextn_predict_layers is 0)")
@@ -203,7 +203,7 @@ class Workload:
             )
 
 
-# The deployments of SGLang's cookbook for eight GPUs, and what one of their ranks is.
+# Deployments on eight GPUs (tp8 and dp8-deepep are those of SGLang's cookbook), and one rank alone.
 PRESETS: Mapping[str, Topology] = {
     "tp8": Topology(tp=8),
     "tp8-ep8": Topology(tp=8, ep=8),
@@ -211,12 +211,12 @@ PRESETS: Mapping[str, Topology] = {
     "dp8": Topology(tp=8, dp=8),
     "dp8-ep8": Topology(tp=8, ep=8, dp=8),
     "dp8-deepep": Topology(tp=8, ep=8, dp=8, a2a="deepep"),
-    "slice": Topology(),
+    "tp1": Topology(),
 }
 
 
 def parse(text: str, base: Topology | None = None) -> Topology:
-    """A topology from a preset's name, or from `tp=8,ep=8,dp=8,a2a=deepep`; a preset may come first.
+    """A topology from a preset's name, from `tp=8,ep=8,dp=8,a2a=deepep`, or both in this order.
 
     Raises:
         Glm53Error: a word that is neither.

@@ -1,0 +1,538 @@
+"""The account as tables for a terminal, as JSON, and one figure explained."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang_glm53.errors import Glm53Error
+from sglang_glm53.ledger import units
+from sglang_glm53.ledger.account import Account, Step
+from sglang_glm53.ledger.collectives import Collective
+from sglang_glm53.ledger.formula import Figure
+from sglang_glm53.ledger.operators import KINDS, Operator
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a heading; columns after the first are right-aligned if `numeric`."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    note: str = ""
+
+
+def tables(account: Account) -> list[Table]:
+    """The whole account, in the order in which it is read."""
+    found = [
+        _what(account),
+        _parameters(account),
+        _cache(account),
+        _stored(account),
+        _step(account),
+        _bound(account),
+        _collectives(account),
+        *(_operators(account, kind) for kind in KINDS),
+        _prefill(account),
+        _capacity(account),
+    ]
+    return [table for table in found if table.rows]
+
+
+def render(found: Iterable[Table]) -> str:
+    """Tables as text."""
+    return "\n\n".join(_render(table) for table in found)
+
+
+def _render(table: Table) -> str:
+    rows = [table.head, *table.rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(table.head))]
+    numeric = [
+        all(_is_number(row[column]) for row in table.rows) for column in range(len(table.head))
+    ]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        return "  ".join(cells).rstrip()
+
+    text = [table.title, line(table.head), line(["-" * width for width in widths])]
+    text += [line(row) for row in table.rows]
+    if table.note:
+        text.append(table.note)
+    return "\n".join(text)
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or cell[0].isdigit() or cell in ("-",)
+
+
+def _figures(found: Iterable[Figure]) -> list[tuple[str, ...]]:
+    return [(each.title, units.figure(each), each.name) for each in found]
+
+
+def _what(account: Account) -> Table:
+    topology, work = account.topology, account.workload
+    config = account.config
+    attention = f"{config.num_attention_heads // topology.attn_tp} of {config.num_attention_heads}"
+    experts = f"{config.n_routed_experts // topology.ep} of {config.n_routed_experts}"
+    mtp = f"{work.steps}-1-{work.tokens}, accept length {work.accept:g}" if work.drafts else "off"
+    rows = [
+        ("topology", topology.name),
+        ("ranks; attention groups x ranks", f"{topology.tp}; {topology.dp} x {topology.attn_tp}"),
+        ("heads, experts of a rank", f"{attention}, {experts}"),
+        ("weights, cache", f"{topology.weights}, {topology.kv}"),
+        ("requests, context", f"{work.batch:,}, {work.context:,} tokens"),
+        ("MTP", mtp),
+        ("GPU", account.hardware.title),
+    ]
+    return Table("What is counted", ("", ""), rows)
+
+
+PARAMETERS = (
+    *("a_projections", "q_b", "kv_b", "o_proj", "attention_total", "indexer", "indexer_total"),
+    *("dense_mlp", "dense_total", "expert", "routed", "routed_total", "shared_total"),
+    *("router_total", "norms_total", "embedding", "lm_head", "parameters_total", "mtp"),
+    *("parameters_with_mtp", "parameters_active", "parameters_active_layers"),
+)
+
+
+def _parameters(account: Account) -> Table:
+    sheet = account.parameters
+    return Table(
+        "Parameters",
+        ("part", "parameters", "name"),
+        _figures(sheet.figures[name] for name in PARAMETERS),
+    )
+
+
+def _cache(account: Account) -> Table:
+    layers = account.config.full_layers
+    note = (
+        f"full indexer layers: {len(layers)} of {account.config.num_hidden_layers} "
+        f"({', '.join(map(str, layers))})"
+    )
+    work, sheet = account.workload, account.kv
+    token = sheet["kv_bytes_per_token"]
+    rows = _figures(sheet.figures.values())
+    for tokens in dict.fromkeys((work.context, account.config.max_position_embeddings)):
+        rows.append((f"cache of {tokens:,} tokens", units.memory(tokens * token), ""))
+    return Table("Cache, on each rank that holds the request", ("", "size", "name"), rows, note)
+
+
+def _stored(account: Account) -> Table:
+    return Table(
+        "Loaded weights of a rank",
+        ("part", "bytes", "name"),
+        _figures(
+            figure
+            for name, figure in account.stored.figures.items()
+            if name.startswith("stored") and (figure.value or name == "stored_bytes")
+        ),
+    )
+
+
+def _step(account: Account) -> Table:
+    step = account.step
+    total = step.bytes_read
+    rows = [
+        (name, units.size(value), f"{value / total:.1%}")
+        for name, value in sorted(step.bytes_by.items(), key=lambda item: -item[1])
+    ]
+    rows.append(("in all", units.size(total), "100.0%"))
+    passes = ", ".join(f"{each.times} x {each.kind} ({each.rows} rows)" for each in step.passes)
+    return Table(
+        f"Bytes that a rank reads in a {_step_name(account)}",
+        ("part", "bytes", "share"),
+        rows,
+        f"passes, with the rows of one rank: {passes}",
+    )
+
+
+def _step_name(account: Account) -> str:
+    work = account.workload
+    return f"step with MTP {work.steps}-1-{work.tokens}" if work.drafts else "decode step"
+
+
+def _bound(account: Account) -> Table:
+    bound, hardware = account.step.bound, account.hardware
+    rows = [
+        ("reading", units.milliseconds(bound.memory.value), hardware.bandwidth.origin),
+        ("computing", units.milliseconds(bound.compute.value), "datasheet peak, dense"),
+        ("bound of the step", units.milliseconds(bound.bound_ms), f"by {bound.limit}"),
+        (
+            "collectives, not overlapped",
+            units.milliseconds(bound.communication.value),
+            f"link {hardware.link.origin}, launch latency estimated",
+        ),
+    ]
+    for name, text in (
+        ("tokens_per_second", "tokens a second, collectives hidden"),
+        ("tokens_per_second_exposed", "tokens a second, none hidden"),
+    ):
+        rows.append((text, f"{account.totals[name]:,.0f}", "all ranks, at the bound"))
+    if account.break_even is not None:
+        rows.append(
+            (
+                "accept length at which MTP breaks even",
+                f"{account.break_even.value:.2f}",
+                f"against a decode step of {units.milliseconds(account.decode.bound.bound_ms)}",
+            )
+        )
+    return Table(f"Bound of a {_step_name(account)}", ("", "value", "from"), rows)
+
+
+COLLECTIVE_HEAD = (
+    *("pass", "where", "layers", "kind", "group", "shape", "count", "bytes each"),
+    *("bytes in all", "sent by a rank", "time"),
+)
+
+
+def _collectives(account: Account) -> Table:
+    step = account.step
+    rows = [
+        _collective(account, f"{times} x {each.kind}", times, row)
+        for times, each, row in step.collectives
+    ]
+    note = (
+        f"in a step: {step.collective_count} collectives, {units.size(step.collective_bytes)}; "
+        f"a rank sends {units.size(step.sent_bytes)}; for a generated token "
+        f"{units.size(account.totals['collective_bytes_per_token'])}. "
+        "time: the link's and a launch latency each, one after another"
+    )
+    return Table(f"Collectives of a {_step_name(account)}", COLLECTIVE_HEAD, rows, note)
+
+
+def _collective(account: Account, kind: str, times: int, row: Collective) -> tuple[str, ...]:
+    hardware = account.hardware
+    spent = row.milliseconds(hardware.link.best_known, hardware.launch_latency.best_known * 1e6)
+    return (
+        kind,
+        row.where,
+        row.layers,
+        row.kind,
+        f"{row.group} {row.ranks}",
+        " x ".join(map(str, row.shape)),
+        str(times * row.count),
+        units.size(row.bytes.value),
+        units.size(times * row.total_bytes),
+        units.size(times * row.total_sent),
+        units.milliseconds(times * spent),
+    )
+
+
+_LAYER_TITLES = {
+    "dense": "a dense layer (the first {dense}; full indexer)",
+    "full": "a full MoE layer",
+    "shared": "a shared MoE layer (takes the selection from above)",
+}
+
+
+def _operators(account: Account, kind: str) -> Table:
+    title = _LAYER_TITLES[kind].format(dense=account.config.first_k_dense_replace)
+    found = account.layer(kind)  # type: ignore[arg-type]
+    rows = [_operator(each) for each in found]
+    totals = [
+        sum(column) for column in zip(*((o.flops.value, o.bytes) for o in found), strict=True)
+    ]
+    rows.append(("in all", "", units.flops(totals[0]), "", "", units.size(totals[1]), "", ""))
+    return Table(
+        f"Operators of {title}, one rank, plain decode",
+        ("operator", "shape", "FLOPs", "weights", "cache", "bytes", "FLOP/B", "file"),
+        rows,
+    )
+
+
+def _operator(each: Operator) -> tuple[str, ...]:
+    return (
+        each.name,
+        each.shape,
+        units.flops(each.flops.value) if each.flops.value else "-",
+        units.size(each.weights.value) if each.weights.value else "-",
+        units.size(each.cache.value) if each.cache.value else "-",
+        units.size(each.bytes),
+        f"{each.intensity:.1f}" if each.flops.value else "-",
+        each.file,
+    )
+
+
+def _prefill(account: Account) -> Table:
+    passes = account.prefill
+    hardware, work = account.hardware, account.workload
+    total: dict[tuple[str, ...], list[float]] = {}
+    for each in passes:
+        for row in each.collectives:
+            key = (row.where, row.layers, row.kind, f"{row.group} {row.ranks}")
+            spent = row.milliseconds(
+                hardware.link.best_known, hardware.launch_latency.best_known * 1e6
+            )
+            sums = total.setdefault(key, [0, 0, 0, 0])
+            for index, value in enumerate((row.count, row.total_bytes, row.total_sent, spent)):
+                sums[index] += value
+    rows = [
+        (
+            *key,
+            f"{int(sums[0])}",
+            units.size(sums[1]),
+            units.size(sums[2]),
+            units.milliseconds(sums[3]),
+        )
+        for key, sums in total.items()
+    ]
+    bound = account.prefill_bound
+    flops = sum(each.flops for each in passes)
+    note = (
+        f"{len(passes)} pass{'es' if len(passes) > 1 else ''} of at most {work.chunk:,} tokens, "
+        f"{units.flops(flops)} a rank; bound {units.milliseconds(bound.bound_ms)} by {bound.limit}"
+    )
+    head = ("where", "layers", "kind", "group", "count", "bytes", "sent by a rank", "time")
+    if not rows:
+        rows = [("none: one rank", "", "", "", "", "", "", "")]
+    return Table(f"Prefill of {work.prompt:,} tokens", head, rows, note)
+
+
+def _capacity(account: Account) -> Table:
+    return Table(
+        f"What fits at --mem-fraction-static {account.mem_fraction:g}",
+        ("", "", "name"),
+        _figures(account.capacity.figures.values()),
+    )
+
+
+# --- two topologies ------------------------------------------------------------------------------
+
+
+def compare(left: Account, right: Account) -> list[Table]:
+    """Two topologies beside each other, and their collectives."""
+    entries: list[tuple[str, Callable[[Account], str]]] = [
+        ("heads of a rank", lambda a: str(a.config.num_attention_heads // a.topology.attn_tp)),
+        ("routed experts of a rank", lambda a: str(a.config.n_routed_experts // a.topology.ep)),
+        ("ranks that hold a request's cache", lambda a: str(a.topology.attn_tp)),
+        ("loaded weights", lambda a: units.memory(a.stored["stored_bytes"])),
+        ("cache of a token", lambda a: f"{a.kv['kv_bytes_per_token']:,} B"),
+        ("read in a step", lambda a: units.size(a.step.bytes_read)),
+        ("FLOPs in a step", lambda a: units.flops(a.step.flops)),
+        ("bound of a step", lambda a: units.milliseconds(a.step.bound.bound_ms)),
+        ("bound by", lambda a: a.step.bound.limit),
+        ("collectives in a step", lambda a: str(a.step.collective_count)),
+        ("their bytes", lambda a: units.size(a.step.collective_bytes)),
+        ("a rank sends", lambda a: units.size(a.step.sent_bytes)),
+        (
+            "their time, not overlapped",
+            lambda a: units.milliseconds(a.step.bound.communication.value),
+        ),
+        (
+            "bytes for a generated token",
+            lambda a: units.size(a.totals["collective_bytes_per_token"]),
+        ),
+        ("tokens a second, collectives hidden", lambda a: f"{a.totals['tokens_per_second']:,.0f}"),
+        ("tokens a second, none hidden", lambda a: f"{a.totals['tokens_per_second_exposed']:,.0f}"),
+        ("tokens that a rank's cache holds", lambda a: f"{a.capacity['pool_tokens']:,}"),
+        ("requests of this context, all ranks", lambda a: f"{a.capacity['concurrent']:,}"),
+        ("accept length at which MTP breaks even", _break_even),
+        ("prefill: collectives", lambda a: str(_prefill_sum(a)[0])),
+        ("prefill: a rank sends", lambda a: units.size(_prefill_sum(a)[1])),
+        ("prefill: bound", lambda a: units.milliseconds(a.prefill_bound.bound_ms)),
+        (
+            "prefill: collectives' time, not overlapped",
+            lambda a: units.milliseconds(a.prefill_bound.communication.value),
+        ),
+    ]
+    rows = [(title, value(left), value(right)) for title, value in entries]
+    names = (left.topology.name, right.topology.name)
+    work = left.workload
+    return [
+        Table(
+            f"{names[0]} and {names[1]}: {work.batch:,} requests of {work.context:,} tokens",
+            ("", *names),
+            [row for row in rows if any(cell != "-" for cell in row[1:])],
+        ),
+        *(
+            Table(f"{table.title}, {account.topology.name}", table.head, table.rows, table.note)
+            for account in (left, right)
+            if (table := _collectives(account)).rows
+        ),
+    ]
+
+
+def _break_even(account: Account) -> str:
+    return "-" if account.break_even is None else f"{account.break_even.value:.2f}"
+
+
+def _prefill_sum(account: Account) -> tuple[int, float]:
+    rows = [row for each in account.prefill for row in each.collectives]
+    return sum(row.count for row in rows), sum(row.total_sent for row in rows)
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def to_json(account: Account) -> dict[str, Any]:
+    """The account as JSON values. Bytes, milliseconds and counts are numbers; formulas are text."""
+    step = account.step
+    return {
+        "parameters_total": account.parameters["parameters_total"],
+        "parameters_with_mtp": account.parameters["parameters_with_mtp"],
+        "parameters_active": account.parameters["parameters_active"],
+        "kv_bytes_per_token": account.kv["kv_bytes_per_token"],
+        "page_bytes": account.kv["page_bytes"],
+        "full_indexer_layers": len(account.config.full_layers),
+        "full_indexer_layer_ids": list(account.config.full_layers),
+        "stored_bytes_per_rank": account.stored["stored_bytes"],
+        "collectives_per_step": step.collective_count,
+        "collective_bytes_per_step": step.collective_bytes,
+        "collective_bytes_per_token": account.totals["collective_bytes_per_token"],
+        "sent_bytes_per_rank": step.sent_bytes,
+        "step_bytes_per_rank": step.bytes_read,
+        "step_flops_per_rank": step.flops,
+        "bound_ms": step.bound.bound_ms,
+        "bound_by": step.bound.limit,
+        "communication_ms": step.bound.communication.value,
+        "pool_tokens": account.capacity["pool_tokens"],
+        "concurrent_requests": account.capacity["concurrent"],
+        "break_even_accept": None if account.break_even is None else account.break_even.value,
+        "topology": asdict(account.topology),
+        "workload": asdict(account.workload),
+        "hardware": account.hardware.name,
+        "mem_fraction": account.mem_fraction,
+        "step": _step_json(step),
+        "decode_step": _step_json(account.decode),
+        "prefill": {
+            "passes": [
+                {
+                    "rows": each.rows,
+                    "flops": each.flops,
+                    "collectives": [_collective_json(row) for row in each.collectives],
+                }
+                for each in account.prefill
+            ],
+            "bound_ms": account.prefill_bound.bound_ms,
+            "bound_by": account.prefill_bound.limit,
+            "communication_ms": account.prefill_bound.communication.value,
+        },
+        "operators": {
+            kind: [_operator_json(each) for each in account.layer(kind)] for kind in KINDS
+        },
+        "figures": [_figure_json(figure) for figure in account.figures()],
+    }
+
+
+def _step_json(step: Step) -> dict[str, Any]:
+    return {
+        "passes": [
+            {
+                "kind": each.kind,
+                "times": each.times,
+                "rows": each.rows,
+                "flops": each.flops,
+                "collectives": [_collective_json(row) for row in each.collectives],
+            }
+            for each in step.passes
+        ],
+        "bytes_by": step.bytes_by,
+        "bound_ms": step.bound.bound_ms,
+        "tokens": step.tokens,
+    }
+
+
+def _collective_json(row: Collective) -> dict[str, Any]:
+    return {
+        "where": row.where,
+        "layers": row.layers,
+        "kind": row.kind,
+        "group": row.group,
+        "ranks": row.ranks,
+        "count": row.count,
+        "shape": list(row.shape),
+        "bytes": row.bytes.value,
+        "sent_bytes": row.sent.value,
+        "formula": row.bytes.formula,
+        "source": row.source,
+    }
+
+
+def _operator_json(each: Operator) -> dict[str, Any]:
+    return {
+        "name": each.name,
+        "file": each.file,
+        "shape": each.shape,
+        "flops": each.flops.value,
+        "weight_bytes": each.weights.value,
+        "cache_bytes": each.cache.value,
+        "activation_bytes": each.activations.value,
+        "flops_per_byte": each.intensity,
+    }
+
+
+def _figure_json(figure: Figure) -> dict[str, Any]:
+    return {
+        "name": figure.name,
+        "title": figure.title,
+        "value": figure.value,
+        "unit": figure.unit,
+        "formula": figure.formula,
+        "numbers": figure.numbers,
+        "source": figure.source,
+    }
+
+
+# --- explain -------------------------------------------------------------------------------------
+
+
+def all_figures(account: Account) -> list[Figure]:
+    """Every figure that can be explained: the sheets', the operators' and the collectives'."""
+    found = list(account.figures())
+    for kind in KINDS:
+        for each in account.layer(kind):
+            for figure in (each.flops, each.weights, each.cache, each.activations):
+                if figure.value:
+                    found.append(_renamed(figure, f"{kind} layer, {figure.title}"))
+    for _, each, row in account.step.collectives:
+        for figure in (row.bytes, row.sent):
+            found.append(_renamed(figure, f"{each.kind}, {row.layers or 'once'}, {figure.title}"))
+    return found
+
+
+def _renamed(figure: Figure, title: str) -> Figure:
+    return Figure(
+        title, figure.value, figure.unit, title, figure.formula, figure.inputs, figure.source
+    )
+
+
+def explain(account: Account, wanted: str) -> str:
+    """Formula, numbers and source of every figure whose name or title holds `wanted`; `all`: all.
+
+    Raises:
+        Glm53Error: there is none; the line names the nearest.
+    """
+    figures = all_figures(account)
+    exact = [each for each in figures if each.name == wanted]
+    found = exact or [
+        each
+        for each in figures
+        if wanted == "all" or wanted.lower() in f"{each.name} {each.title}".lower()
+    ]
+    if not found:
+        near = difflib.get_close_matches(wanted, [each.name for each in figures], 3, 0.4)
+        advice = f"nearest: {', '.join(near)}" if near else "`--explain all` prints every one"
+        raise Glm53Error(f"no figure is called {wanted!r}; {advice}")
+    return "\n\n".join(explain_figure(each) for each in found)
+
+
+def explain_figure(figure: Figure) -> str:
+    """One figure: value, formula, the same with numbers, source."""
+    exact = f" = {figure.value:,} {figure.unit}" if isinstance(figure.value, int) else ""
+    lines = [f"{figure.title}: {units.figure(figure)}{exact}"]
+    if figure.name != figure.title:
+        lines[0] = f"{figure.name}: {lines[0]}"
+    lines.append(f"  = {figure.formula}")
+    if figure.inputs:
+        lines.append(f"  = {figure.numbers}")
+    if figure.source:
+        lines.append(f"  {figure.source}")
+    return "\n".join(lines)

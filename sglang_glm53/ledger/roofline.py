@@ -1,0 +1,146 @@
+"""The bound of a step, what MTP must accept to pay, and how much context fits.
+
+The bound is the larger of bytes over bandwidth and FLOPs over peak; the collectives' time stands
+beside it, since how much of it hides behind computation is not a matter of counting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_glm53.config import Glm53Config
+from sglang_glm53.ledger.collectives import Collective
+from sglang_glm53.ledger.formula import Figure, Number, Sheet
+from sglang_glm53.ledger.hardware import Hardware
+from sglang_glm53.ledger.topology import Topology, Workload
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Milliseconds of one step of a rank.
+
+    Attributes:
+        memory: reading its bytes. compute: its FLOPs at the FP8 (or bf16) peak.
+        communication: its collectives one after another, not overlapped.
+    """
+
+    memory: Figure
+    compute: Figure
+    communication: Figure
+
+    @property
+    def bound_ms(self) -> float:
+        return float(max(self.memory.value, self.compute.value))
+
+    @property
+    def limit(self) -> str:
+        return "memory" if self.memory.value >= self.compute.value else "compute"
+
+    @property
+    def with_communication_ms(self) -> float:
+        return self.bound_ms + float(self.communication.value)
+
+
+def bound(
+    bytes_read: Number,
+    flops: Number,
+    collectives: list[tuple[int, Collective]],
+    hardware: Hardware,
+    weights: str,
+) -> Bound:
+    """The bound of a step that reads and computes this much.
+
+    Args:
+        collectives: each with how often its pass runs in the step.
+        weights: form of the projections; FP8 ones are multiplied in FP8.
+    """
+    peak = hardware.fp8_flops if weights == "fp8" else hardware.bf16_flops
+    speed = hardware.bandwidth
+    sent = sum(times * row.total_sent for times, row in collectives)
+    launches = sum(times * row.count for times, row in collectives)
+    sheet = Sheet(
+        {
+            "bytes_read": bytes_read,
+            "flops": flops,
+            "bandwidth": speed.best_known,
+            "peak": peak.best_known,
+            "sent": sent,
+            "launches": launches,
+            "link": hardware.link.best_known,
+            "latency": hardware.launch_latency.best_known,
+        }
+    )
+    return Bound(
+        sheet.figure(
+            "memory_ms",
+            "bytes_read / bandwidth * 1000",
+            "ms",
+            "reading",
+            f"{speed.origin}: {speed.source}",
+        ),
+        sheet.figure(
+            "compute_ms", "flops / peak * 1000", "ms", "computing", f"{peak.origin}: {peak.source}"
+        ),
+        sheet.figure(
+            "communication_ms",
+            "(sent / link + launches * latency) * 1000",
+            "ms",
+            "collectives, not overlapped",
+            f"{hardware.link.origin}: {hardware.link.source}; launch latency: "
+            f"{hardware.launch_latency.source}",
+        ),
+    )
+
+
+def capacity(
+    config: Glm53Config,
+    topology: Topology,
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    stored: Number,
+    kv_token: Number,
+    mem_fraction: float,
+) -> Sheet:
+    """What fits beside the weights: SGLang's rule for the size of its pool.
+
+    `--mem-fraction-static` is the share of the GPU's memory for weights and cache together; the
+    rest is for activations, graphs and workspaces.
+    """
+    sheet = Sheet(
+        {
+            "memory": hardware.memory_bytes.best_known,
+            "fraction": mem_fraction,
+            "stored": stored,
+            "kv_token": kv_token,
+            "page_tokens": workload.page,
+            "context": workload.context,
+            "groups": topology.dp,
+            "longest": config.max_position_embeddings,
+        }
+    )
+    rule = "SGLang mem_cache/kv_cache_configurator.py _profile_available_bytes"
+    origin = f"{hardware.memory_bytes.origin}: {hardware.memory_bytes.source}"
+    sheet.add("pool_bytes", "max(0, fraction * memory - stored)", "B", "room for the cache", origin)
+    sheet.add(
+        "pool_tokens",
+        "floor(pool_bytes / kv_token / page_tokens) * page_tokens",
+        "tokens",
+        "tokens that a rank's cache holds",
+        rule,
+    )
+    paged = "ceil({} / page_tokens) * page_tokens"
+    sheet.add(
+        "concurrent",
+        f"groups * floor(pool_tokens / ({paged.format('context')}))",
+        "requests",
+        "requests of this context at the same time, all ranks",
+        "each attention group has its own requests; its ranks hold the same latents",
+    )
+    sheet.add(
+        "concurrent_longest",
+        f"groups * floor(pool_tokens / ({paged.format('longest')}))",
+        "requests",
+        "requests of the longest context",
+    )
+    return sheet
