@@ -62,7 +62,7 @@ class Preset:
     draft_weight: float = 0.3
     watch: int = 48
     draft_steps: int = 5
-    pool: int = 40000
+    pool: int = 24000
 
 
 ALL = (256, 512, 1024, 2048, 4096, 8192)
@@ -79,20 +79,20 @@ FULL = Preset(
         Stage(DENSE, 600, ALL, window=None, rates=(2e-3, 6e-4)),
         Stage(INDEX, 400, ALL, tokens=32768, rates=(2e-3, 1e-3)),
         Stage(SPARSE, 700, ALL, tokens=32768, rates=(6e-4, 5e-5), dense_share=0.2),
-        Stage(DRAFT, 400, (256, 512, 1024, 2048), tokens=32768, rates=(1e-3, 5e-5)),
+        Stage(DRAFT, 500, (256, 512, 1024, 2048, 4096), tokens=32768, rates=(1e-3, 5e-5)),
     )
 )
 
 SMOKE = Preset(
     stages=(
-        Stage(DENSE, 6, (64,), tokens=512, window=32),
-        Stage(DENSE, 2, (160,), tokens=480, window=None),
-        Stage(INDEX, 3, (160,), tokens=480),
-        Stage(SPARSE, 3, (64, 160), tokens=480, rates=(6e-4, 5e-5), dense_share=0.3),
-        Stage(DRAFT, 3, (64, 160), tokens=480),
+        Stage(DENSE, 3, (64,), tokens=256, window=32),
+        Stage(DENSE, 1, (160,), tokens=320, window=None),
+        Stage(INDEX, 2, (160,), tokens=320),
+        Stage(SPARSE, 2, (160,), tokens=320, rates=(6e-4, 5e-5), dense_share=0.3),
+        Stage(DRAFT, 2, (64, 160), tokens=320),
     ),
     warmup=2,
-    chat=(4, 2),
+    chat=(2, 1),
     watch=8,
     draft_steps=3,
     pool=60,

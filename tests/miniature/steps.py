@@ -94,7 +94,10 @@ def language_step(
     draft_weight: float,
     watch: int,
 ) -> torch.Tensor:
-    """Losses of target and draft layer (one step ahead), and the indexers' if `watch` rows."""
+    """Losses of target and draft layer (one step ahead), and the target's indexers' if `watch`.
+
+    The draft layer's indexer serves five steps at once, which only `draft_step` runs.
+    """
     total = torch.zeros((), device=model.embedding.device)
     for batch, drafting in _groups(recall, copying, chat):
         watching = Watch(watched_rows(batch, 1, watch, generator)) if watch else None
@@ -104,13 +107,9 @@ def language_step(
             total = total + index_losses(model, watching, batch, sums)
         if draft_weight and drafting is not None:
             states = hidden[-len(drafting.tokens) :]
-            rows = watched_rows(drafting, 2, watch, generator) if watch else None
-            drafted = Watch(rows) if rows is not None else None
-            outputs = model.draft(drafting.tokens, states, 1, sparse=sparse, watch=drafted)
+            outputs = model.draft(drafting.tokens, states, 1, sparse=sparse)
             loss = token_loss(model, outputs[0], drafting, 2, sums, "draft ", without=(RECALL,))
             total = total + draft_weight * loss
-            if drafted is not None:
-                total = total + index_losses(model, drafted, drafting, sums)
     return total
 
 
