@@ -84,6 +84,7 @@ def write_checkpoint(model: Miniature, folder: Path) -> int:
     fields = config_fields(VOCAB, special)
     weights = folder / "model.safetensors"
     save_file(checkpoint_tensors(model), weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors leaves it to its owner alone
     size = weights.stat().st_size
     if size > LIMIT:
         weights.unlink()
