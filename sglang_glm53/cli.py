@@ -18,9 +18,9 @@ COMMANDS = (demo, status, tiny, bench, ledger)
 DESCRIPTION = """\
 GLM-5.3 in SGLang, served by this package's own model code.
 
-  glm53 demo                        serve a miniature GLM-5.3 here, on a CPU too, and ask it
+  glm53 demo                        serve a miniature GLM-5.3 here, on a CPU too, and talk to it
   glm53 status http://HOST:PORT     which classes serve on a running server
-  glm53 tiny DIR                    write the miniature checkpoint
+  glm53 tiny DIR                    write a tiny checkpoint with random weights
   glm53 bench slice                 ours against SGLang's class: one rank of 8 GPUs on one GPU
   glm53 ledger                      what a topology stores, reads, computes and sends
 

@@ -25,6 +25,8 @@ MTP_FLAGS = (
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6"),
     *("--decode-log-interval", "1"),
 )
+# A server that waits would otherwise keep a core busy.
+IDLE_FLAGS = ("--sleep-on-idle",)
 # One conversation needs neither a cache that fills the GPU nor a graph for every batch size.
 GPU_FLAGS = (
     *("--max-total-tokens", "32768", "--max-running-requests", "4"),
@@ -77,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     flags, environment = _where(args)
     url = f"http://{HOST}:{port}"
     first = ["--model-path", str(model), "--host", HOST, "--port", str(port), *SERVE_FLAGS]
-    flags = [*first, *(MTP_FLAGS if args.mtp else ()), *flags, *args.serve_arguments]
+    first += [*IDLE_FLAGS, *(MTP_FLAGS if args.mtp else ())]
+    flags = [*first, *flags, *args.serve_arguments]
     server = Server(
         flags,
         url=url,

@@ -1,4 +1,4 @@
-"""`glm53 tiny DIR`: write a miniature GLM-5.3 checkpoint."""
+"""`glm53 tiny DIR`: write a tiny GLM-5.3 checkpoint with random weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ HELP = {
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "tiny",
-        help="write a miniature GLM-5.3 checkpoint (27 MB)",
-        description="Write a miniature GLM-5.3 checkpoint: random weights with structure, a "
+        help="write a tiny GLM-5.3 checkpoint with random weights (27 MB)",
+        description="Write a tiny GLM-5.3 checkpoint: random weights with structure, a "
         "tokenizer, a chat template and one MTP layer. It serves wherever GLM-5.3 does.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -14,7 +14,7 @@ DTYPES = ("bfloat16", "float32")
 INDEX_TOPK_FREQ = 4
 INDEX_SKIP_TOPK_OFFSET = 3
 
-# GLM-5.3's own sizes: nothing larger is a miniature, or fits where one is made.
+# GLM-5.3's own sizes: nothing larger is tiny, or fits where it is made.
 LARGE_MODEL = {
     "layers": 78,
     "experts": 256,

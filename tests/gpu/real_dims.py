@@ -1,7 +1,8 @@
 """A random FP8 checkpoint with GLM-5.3's dimensions, made on the GPU in seconds.
 
 Random weights alone would test little: no token would have a margin, no draft would be accepted.
-So the miniature's idea (docs/architecture.md, "The miniature") is carried to the real sizes:
+So the tiny checkpoint's idea (docs/architecture.md, "Small checkpoints") is carried to the real
+sizes:
 
 * ``successor`` is a permutation of the vocabulary. Row ``successor[t]`` of lm_head answers to the
   embedding of ``t``, and only on the first quarter of the residual stream (the choice entries);
