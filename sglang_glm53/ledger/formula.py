@@ -111,7 +111,7 @@ def substitute(formula: str, names: Mapping[str, Number]) -> str:
 
 
 def _short(value: Number) -> Number:
-    return value if isinstance(value, int) else float(f"{value:.10g}")
+    return value if isinstance(value, int) else float(f"{value:.14g}")
 
 
 @functools.lru_cache(maxsize=4096)

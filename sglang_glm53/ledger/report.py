@@ -297,10 +297,17 @@ def _prefill(account: Account) -> Table:
 
 
 def _capacity(account: Account) -> Table:
+    work, fits = account.workload, account.capacity["concurrent"]
+    note = ""
+    if work.batch > fits:
+        note = (
+            f"the {work.batch:,} requests do not fit at {work.context:,} tokens each: {fits:,} do"
+        )
     return Table(
         f"What fits at --mem-fraction-static {account.mem_fraction:g}",
         ("", "", "name"),
         _figures(account.capacity.figures.values()),
+        note,
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from sglang_glm53.ledger.formula import Figure, Number
 
 _DECIMAL = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-_COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6))
+_COUNTS = (("trillion", 1e12), ("billion", 1e9), ("million", 1e6))
 
 
 def count(value: Number, digits: int = 2) -> str:
-    """`743.38 B`, `21`; B is 10^9."""
-    for letter, size in _COUNTS:
+    """`743.38 billion`, `21`."""
+    for word, size in _COUNTS:
         if abs(value) >= size:
-            return f"{value / size:.{digits}f} {letter}"
+            return f"{value / size:.{digits}f} {word}"
     return whole(value)
 
 
@@ -36,6 +36,13 @@ def memory(value: Number) -> str:
     return f"{value / 1e9:.2f} GB ({value / 2**30:.2f} GiB)"
 
 
+def bytes_(value: Number) -> str:
+    """Few bytes one by one, many in powers of ten, a memory's also in powers of two."""
+    if value < 1e7 and not value % 1:
+        return f"{int(value):,} B"
+    return memory(value) if value >= 1e9 else size(value)
+
+
 def flops(value: Number) -> str:
     for letter, unit in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= unit:
@@ -52,7 +59,11 @@ def milliseconds(value: Number) -> str:
 def figure(found: Figure) -> str:
     """A figure's value in its unit."""
     if found.unit == "B":
-        return memory(found.value) if found.value >= 1e9 else size(found.value)
+        return bytes_(found.value)
+    if found.unit == "FLOP/s":
+        return f"{found.value / 1e12:,.0f} TFLOP/s"
+    if found.unit == "%":
+        return f"{found.value:.1f} %"
     if found.unit == "FLOP":
         return flops(found.value)
     if found.unit == "ms":
