@@ -22,15 +22,20 @@ DRAFT_CACHE = 0.1
 
 @dataclass(frozen=True)
 class Check:
-    """A value held against its limit. at_least: the value must not be below, else not above."""
+    """A value held against its limit, if it has one.
+
+    at_least: the value must not be below the limit, else not above.
+    """
 
     name: str
     value: float
-    limit: float
+    limit: float | None
     at_least: bool = True
 
     @property
     def passed(self) -> bool:
+        if self.limit is None:
+            return True
         # 1 - 0.995 is a little above 0.005 in floating point.
         by = self.value - self.limit if self.at_least else self.limit - self.value
         return by >= -1e-9
@@ -40,9 +45,11 @@ class Check:
         return self.value <= bound if self.at_least else self.value >= bound
 
     def row(self) -> str:
-        sign = ">=" if self.at_least else "<="
         verdict = "pass" if self.passed else "FAIL"
-        return f"{verdict}  {self.name:44}  {self.value:.4g} ({sign} {self.limit:.4g})"
+        row = f"{verdict}  {self.name:44}  {self.value:.4g}"
+        if self.limit is None:
+            return row
+        return row + f" ({'>=' if self.at_least else '<='} {self.limit:.4g})"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -64,6 +71,11 @@ def recall(name: str, tally: Any) -> list[Check]:
         )
         for context in tally.contexts()
     ]
+
+
+def answer_logprob(name: str, tally: Any) -> Check:
+    """How likely the right answers are, in nats; told, and judged by nothing."""
+    return Check(f"{name}: mean log-probability of the answer", tally.mean_logprob(), None)
 
 
 def planted(name: str, selected: dict[int, Any], index_topk: int) -> list[Check]:

@@ -126,14 +126,12 @@ def measure_faults(bench: planted.Bench, job: Job, report: Report) -> None:
             continue
         healthy = planted.measure(bench, one)
         faulty = planted.measure_faulty(bench, one)
-        row = {
-            "fault": one.fault,
-            "healthy": [check.as_json() for check in healthy],
-            "faulty": [check.as_json() for check in faulty],
-            "seen": planted.noticed(one, healthy, faulty),
-        }
+        row = {"fault": one.fault, "seen": planted.noticed(one, healthy, faulty)}
+        for name, shown in (("healthy", healthy), ("faulty", faulty)):
+            row[name] = [check.as_json() for check in (*shown.judged, *shown.told)]
         with report.lock:
             report.faults.append(row)
             report.write()
-        for before, after in zip(healthy, faulty, strict=True):
-            print(f"{one.fault:16} {before.name:40} {before.value:8.4g} -> {after.value:8.4g}")
+        for before, after in zip(row["healthy"], row["faulty"], strict=True):
+            values = f"{before['value']:8.4g} -> {after['value']:8.4g}"
+            print(f"{one.fault:14} {before['name']:44} {values}", flush=True)

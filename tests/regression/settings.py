@@ -25,6 +25,8 @@ MTP = (
     *("--speculative-num-draft-tokens", "6"),
 )
 WHOLE = ("--chunked-prefill-size", "8256")  # no prompt is longer
+# Attention ranks share it out.
+WHOLE_OF_TWO = ("--chunked-prefill-size", "16512")
 CHUNKS = ("--chunked-prefill-size", "2048")
 # One prompt of the longest context and little else: whatever comes next pushes it out.
 SMALL_CACHE = ("--max-total-tokens", "9280")
@@ -104,8 +106,10 @@ DENSE_ON_GPU = Setting(
 )
 TP_2 = Setting("tp2", "TP 2, chunks of 2,048", (*TP, *CHUNKS, *PARSERS), gpus=2)
 TP_2_MTP = Setting("tp2-mtp", "TP 2, MTP 5-1-6", (*TP, *WHOLE, *MTP, *PARSERS), gpus=2)
-DP_2 = Setting("dp2", "attention DP 2", (*DP, *WHOLE, *PARSERS), gpus=2)
-DP_2_MTP = Setting("dp2-mtp", "attention DP 2, MTP 5-1-6", (*DP, *WHOLE, *MTP, *PARSERS), gpus=2)
+DP_2 = Setting("dp2", "attention DP 2", (*DP, *WHOLE_OF_TWO, *PARSERS), gpus=2)
+DP_2_MTP = Setting(
+    "dp2-mtp", "attention DP 2, MTP 5-1-6", (*DP, *WHOLE_OF_TWO, *MTP, *PARSERS), gpus=2
+)
 SETTINGS = (PLAIN, WITH_MTP, WHOLE_PLAIN, DENSE, TP_2, TP_2_MTP, DP_2, DP_2_MTP)
 # A captured decode graph each for one request and for up to eight; several servers share a GPU.
 ON_GPU = (

@@ -242,19 +242,21 @@ def test_limits_of_recall() -> None:
 
 
 def test_a_fault_is_noticed_only_by_a_wide_margin() -> None:
-    def value(of: float) -> list[checks.Check]:
-        return [checks.Check("recall", of, 0.9)]
+    def value(of: float) -> planted.Shown:
+        return planted.Shown([checks.Check("recall", of, 0.9)], [])
 
-    one = planted.Planted("fault", (), beyond=0.5)
+    one = planted.Planted("fault", lambda _: [], beyond=0.5)
     assert planted.noticed(one, value(1.0), value(0.1))
     assert not planted.noticed(one, value(1.0), value(0.8))
     assert not planted.noticed(one, value(1.0), value(1.0))
     assert not planted.noticed(one, value(0.8), value(0.1))
-    lower_is_better = planted.Planted("fault", (), beyond=0.5)
-    error = [checks.Check("error", 0.7, 0.1, at_least=False)]
-    fine = [checks.Check("error", 0.01, 0.1, at_least=False)]
-    assert planted.noticed(lower_is_better, fine, error)
-    assert not planted.noticed(lower_is_better, fine, fine)
+    beside = planted.Shown(value(1.0).judged, value(0.1).judged)
+    assert not planted.noticed(one, value(1.0), beside)
+    assert not planted.noticed(one, beside, value(0.1))
+    error = planted.Shown([checks.Check("error", 0.7, 0.1, at_least=False)], [])
+    fine = planted.Shown([checks.Check("error", 0.01, 0.1, at_least=False)], [])
+    assert planted.noticed(one, fine, error)
+    assert not planted.noticed(one, fine, fine)
 
 
 def test_every_fault_has_a_metric() -> None:
