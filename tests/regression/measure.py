@@ -11,10 +11,10 @@ a check of ours failed; SGLang's own class is measured beside it and judged by n
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from . import settings
@@ -64,8 +64,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table and what failed; the exit code."""
     import torch
-    from miniature.tasks import Tasks
-    from tokenizers import Tokenizer
 
     options = parse(argv)
     on_gpu = torch.cuda.is_available()
@@ -73,30 +71,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit("regression.measure: the planted faults break the CPU's path; leave out --faults")
     if not on_gpu and (options.stock or "fp8_e4m3" in (options.kv or ())):
         sys.exit("regression.measure: without a GPU there is neither --stock nor an FP8 cache")
-    options.out.mkdir(parents=True, exist_ok=True)
+    if options.prompts is not None and options.prompts < 1:
+        sys.exit(f"regression.measure: --prompts {options.prompts}: ask at least one")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"regression.measure: --out {options.out}: {error.strerror}; name another folder")
     checkpoint = options.checkpoint
     if checkpoint is None:
         from sglang_glm53.miniature import derive_fp8, folder
 
         checkpoint = derive_fp8(options.out / "fp8") if options.fp8 else folder()
+    for name in ("config.json", "tokenizer.json"):
+        if not (checkpoint / name).is_file():
+            sys.exit(
+                f"regression.measure: {checkpoint} has no {name}; name a checkpoint of GLM-5.3"
+            )
     prompts = options.prompts or (200 if on_gpu else 60)
     given = {"prompts": prompts, "checkpoint": checkpoint.name, "device": device(on_gpu)}
-    report = Report(options.out, given)
-    args = Args(
-        out=options.out,
-        checkpoint=checkpoint,
-        on_gpu=on_gpu,
-        faults=options.faults,
-        amount=settings.amount(prompts),
-        tasks=Tasks(Tokenizer.from_file(str(checkpoint / "tokenizer.json"))),
-        config=json.loads((checkpoint / "config.json").read_text()),
-        report=report,
-    )
+    report = Report(options.out / "regression.json", given)
+    args = Args(options.out, checkpoint, on_gpu, options.faults, settings.amount(prompts))
     jobs = jobs_of(options, on_gpu, torch.cuda.device_count())
     at_once = options.at_once or (5 if on_gpu else 1)
-    with ThreadPoolExecutor(max_workers=at_once) as pool:
-        found = list(pool.map(lambda job: run_job(job, args), jobs))
-    print(table(found))
+    # Processes: the answers are large, and reading them takes turns in one.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=min(at_once, len(jobs)), mp_context=context) as pool:
+        for done in as_completed([pool.submit(run_job, job, args) for job in jobs]):
+            report.keep(done.result())
+    order = {job.name: place for place, job in enumerate(jobs)}
+    print(table(sorted(report.found, key=lambda found: order[found.job.name])))
     failed = report.failures()
     print("\n".join(failed) or "all checks passed")
     return 1 if failed else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,13 +30,24 @@ class Job:
 
 @dataclass
 class Found:
-    """What one server gave. prefilled: the tally of fresh prompts, for the dense comparison."""
+    """What one server gave.
+
+    record: values by measurement. prefilled: the tally of fresh prompts, for the dense comparison.
+    faults: one entry a planted fault. errors: what could not be measured, and why.
+    """
 
     job: Job
     record: dict[str, Any] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     prefilled: Tally | None = None
-    error: str = ""
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Note why `what` could not be measured; prints the traceback."""
+        traceback.print_exception(error)
+        line = " ".join(str(error).split())[:300] or type(error).__name__
+        self.errors.append(f"{what}: {line}")
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -46,53 +57,52 @@ class Found:
             "kv": self.job.kv,
             **self.record,
             "checks": [check.as_json() for check in self.checks],
-            "error": self.error,
+            "faults": self.faults,
+            "errors": self.errors,
         }
 
+    def failures(self) -> list[str]:
+        """What did not pass or could not be measured, and the faults that nobody noticed."""
+        return [
+            *(f"{self.job.name}: {error}" for error in self.errors),
+            *checks.failures(self.checks),
+            *(f"{row['fault']} went unnoticed" for row in self.faults if not row["seen"]),
+        ]
 
+
+@dataclass
 class Report:
-    """The results so far, in OUT/regression.json."""
+    """The results so far, in `file`. given: what the call was made with."""
 
-    def __init__(self, out: Path, given: dict[str, Any]) -> None:
-        self.file = out / "regression.json"
-        self.given = given
-        self.lock = threading.Lock()
-        self.found: dict[str, Found] = {}
-        self.faults: list[dict[str, Any]] = []
-        self.dense: list[Check] = []
+    file: Path
+    given: dict[str, Any]
+    found: list[Found] = field(default_factory=list)
 
     def keep(self, found: Found) -> None:
-        with self.lock:
-            self.found[found.job.name] = found
-            self.dense = dense_checks(list(self.found.values()))
-            self.write()
-
-    def write(self) -> None:
+        """Add one server's results and write the file."""
+        self.found.append(found)
         content = {
             **self.given,
-            "runs": {name: found.as_json() for name, found in self.found.items()},
-            "dense": [check.as_json() for check in self.dense],
-            "faults": self.faults,
+            "runs": {found.job.name: found.as_json() for found in self.found},
+            "dense": [check.as_json() for check in dense_checks(self.found)],
+            "failures": self.failures(),
         }
         part = self.file.with_suffix(".part")
         part.write_text(json.dumps(content, indent=1) + "\n")
         part.rename(self.file)
 
     def failures(self) -> list[str]:
-        """What did not pass: our checks, what could not be measured, faults nobody noticed."""
-        rows = [f"{found.job.name}: {found.error}" for found in self.found.values() if found.error]
-        for found in self.found.values():
-            if found.job.side == "ours":
-                rows += checks.failures(found.checks)
-        rows += checks.failures(self.dense)
-        return rows + [f"{row['fault']} went unnoticed" for row in self.faults if not row["seen"]]
+        """Those of our classes; SGLang's own is measured beside them, and judged by nothing."""
+        ours = [found for found in self.found if found.job.side == "ours"]
+        rows = [row for found in ours for row in found.failures()]
+        return rows + checks.failures(dense_checks(self.found))
 
 
 def dense_checks(found: Sequence[Found]) -> list[Check]:
     """Each dense run of ours beside the sparse one that prefilled the same prompts whole."""
     whole = (settings.WHOLE_PLAIN.name, settings.WITH_MTP.name)
     rows: list[Check] = []
-    for dense in (f for f in found if f.job.setting.name == "dense" and f.prefilled):
+    for dense in (f for f in found if f.job.setting.is_dense and f.prefilled):
         sparse = [
             f
             for f in found

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from gpu.children import side_environment
 from server.harness import Server
@@ -34,7 +32,7 @@ DENSE_TOPK = 8448  # no prompt is longer: attention is dense
 TP = ("--tp-size", "2")
 DP = (*TP, "--dp-size", "2", "--enable-dp-attention")
 # Every 16th decode step one of several running requests is retracted.
-RETRACT = MappingProxyType({"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "16"})
+RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "16"))
 SELECTIONS = ("--enable-return-indexer-topk", "--enable-metrics")
 
 
@@ -49,12 +47,17 @@ class Setting:
     name: str
     reaches: str
     arguments: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: tuple[tuple[str, str], ...] = ()
     gpus: int = 1
 
     @property
     def speculates(self) -> bool:
         return "--speculative-algorithm" in self.arguments
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether attention reads everything; such a server is asked for recall alone."""
+        return self.name == "dense"
 
     @property
     def evicts(self) -> bool:
@@ -63,7 +66,7 @@ class Setting:
 
     @property
     def retracts(self) -> bool:
-        return "SGLANG_TEST_RETRACT" in self.environment
+        return "SGLANG_TEST_RETRACT" in dict(self.environment)
 
     @property
     def shows_selections(self) -> bool:
@@ -102,7 +105,7 @@ DENSE_ON_GPU = Setting(
     "dense",
     "whole prefill, dense attention",
     WHOLE,
-    MappingProxyType({"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "16384"}),
+    (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "16384"),),
 )
 TP_2 = Setting("tp2", "TP 2, chunks of 2,048", (*TP, *CHUNKS, *PARSERS), gpus=2)
 TP_2_MTP = Setting("tp2-mtp", "TP 2, MTP 5-1-6", (*TP, *WHOLE, *MTP, *PARSERS), gpus=2)
@@ -147,7 +150,7 @@ def amount(prompts: int) -> Amount:
         return Amount(plan, again=1, selected=2, copies=3, chats=8)
     plan = Plan(haystacks=prompts, hits=1)
     fifth, third = -(-prompts // 5), -(-prompts // 3)
-    return Amount(plan, again=fifth, selected=third, copies=12, chats=60, full=True)
+    return Amount(plan, again=fifth, selected=min(third, 24), copies=12, chats=60, full=True)
 
 
 def launch(
@@ -168,7 +171,7 @@ def launch(
         side: "ours" or "stock".
     """
     switch = Switch(folder / "faults")
-    variables = {**setting.environment, **side_environment(side)}
+    variables = {**dict(setting.environment), **side_environment(side)}
     if switchable:
         variables |= switch.environment()
     given = (*setting.arguments, *arguments, "--sleep-on-idle")
