@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_glm53.compat.versions import GPU_TESTED
 from sglang_glm53.errors import Glm53Error
+from sglang_glm53.memory import mode
 
 RUNS, STANDS_DOWN, REFUSED = "runs", "stands down", "refused"
 
@@ -360,8 +361,14 @@ _STANDING_DOWN = (
     ),
     Feature(
         "hierarchical cache",
+        _any("enable_hierarchical_cache"),
+        STANDS_DOWN,
+        UNTESTED,
+        _STOCK_ADVICE,
+    ),
+    Feature(
+        "another tier of the cache",
         _any(
-            "enable_hierarchical_cache",
             "enable_hisparse",
             "enable_lmcache",
             "enable_flexkv",
@@ -688,6 +695,20 @@ _REFUSED = (
     ),
 )
 
+
+def _page_major(obstacle: mode.Obstacle) -> Feature:
+    """A row for something that a page-major pool, where it was asked for, cannot serve."""
+    return Feature(
+        f"{mode.VARIABLE}={mode.PAGE} with {obstacle.name}",
+        lambda s: obstacle.holds(s.read, s.device) and mode.wish() == mode.PAGE,
+        REFUSED,
+        obstacle.reason,
+        f"{obstacle.advice}, or unset {mode.VARIABLE}",
+    )
+
+
+_PAGE_MAJOR = tuple(_page_major(obstacle) for obstacle in mode.OBSTACLES)
+
 # The first row that is refused, or else the first that stands down, is the one that is told.
 FEATURES: tuple[Feature, ...] = (
     *_RUNNING,
@@ -695,6 +716,7 @@ FEATURES: tuple[Feature, ...] = (
     *_STANDING_DOWN_ON_A_GPU,
     *_VARIABLES,
     *_REFUSED,
+    *_PAGE_MAJOR,
 )
 
 # Rows that SGLang would otherwise forestall with an error of its own.

@@ -39,7 +39,7 @@ def server_block(scheduler: Any) -> dict[str, Any]:
     Returns:
         package, sglang: versions. serving: "ours", "stock" or "other model". model, draft, pool,
         draft_pool, backend, draft_backend: qualified class names, or None. layout: the pool's
-        layout. attention: the kernels of SGLang's DSA backend by their option names, or None.
+        layout. pages: how its pages lie, in words. attention: the kernels of SGLang's DSA backend by their option names, or None.
         device, dtype: served. stood_down: [{feature, reason, advice}]. error: what
         GLM53_ON_ERROR=stock let pass, or None.
     """
@@ -61,6 +61,7 @@ def server_block(scheduler: Any) -> dict[str, Any]:
         "draft": _name(getattr(draft, "model", None)),
         "pool": _name(pool),
         "layout": getattr(pool, "layout", None),
+        "pages": getattr(pool, "pages_in_words", None),
         "draft_pool": _name(getattr(draft, "token_to_kv_pool", None)),
         "backend": _name(runner.attn_backend),
         "draft_backend": _name(getattr(draft, "attn_backend", None)),

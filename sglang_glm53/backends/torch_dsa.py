@@ -242,12 +242,12 @@ class TorchDsaBackend(AttentionBackend):
         if count == 0:
             return out.flatten(1)
         slots, missing = self._slots(topk_indices, rows, count)
-        latents = self.token_to_kv_pool.get_key_buffer(layer.layer_id).flatten(1)
-        step = max(1, LATENT_VALUES // (slots.shape[1] * latents.shape[1]))
+        pool, width = self.token_to_kv_pool, rank + q_rope.shape[2]
+        step = max(1, LATENT_VALUES // (slots.shape[1] * width))
         for first in range(0, count, step):
             chunk = slice(first, min(first + step, count))
-            latent = latents.index_select(0, slots[chunk].reshape(-1)).float()
-            latent = latent.view(-1, slots.shape[1], latents.shape[1])
+            latent = pool.latent_rows(layer.layer_id, slots[chunk].reshape(-1))
+            latent = latent.view(-1, slots.shape[1], width)
             query = torch.cat([q[chunk], q_rope[chunk]], dim=-1).float()
             logits = torch.bmm(query, latent.transpose(1, 2)).mul_(layer.scaling)
             if missing is not None:

@@ -12,6 +12,7 @@ ROWS = (
     ("draft", "draft (MTP)"),
     ("pool", "KV pool"),
     ("layout", "cache layout"),
+    ("pages", "cache pages"),
     ("draft_pool", "draft's pool"),
     ("backend", "attention"),
     ("draft_backend", "draft's attention"),

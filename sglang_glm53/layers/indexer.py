@@ -296,14 +296,18 @@ class GlmIndexer(_Indexer):
         from sglang.kernels.ops.attention.dsa.indexer_k import fused_k_indexer_norm_rope_store
 
         pool = get_token_to_kv_pool()
-        fused_k_indexer_norm_rope_store(
-            keys,
-            pool.get_index_k_with_scale_buffer(layer_id=self.layer_id),
-            slots,
-            self.k_norm.weight,
-            self.k_norm.bias,
-            self.k_norm.variance_epsilon,
-            self.rotary_emb.cos_sin_cache,
-            positions,
-            pool.index_page_size,
-        )
+
+        def store(buffer: torch.Tensor, slots: torch.Tensor) -> None:
+            fused_k_indexer_norm_rope_store(
+                keys,
+                buffer,
+                slots,
+                self.k_norm.weight,
+                self.k_norm.bias,
+                self.k_norm.variance_epsilon,
+                self.rotary_emb.cos_sin_cache,
+                positions,
+                pool.index_page_size,
+            )
+
+        pool.store_with(store, self.layer_id, slots)

@@ -1,1 +1,1 @@
-"""The KV cache: layout arithmetic (page.py, pure Python) and the pool (pool.py)."""
+"""The KV cache: where its bytes lie (page.py, mode.py: pure Python), and the pool (pool.py)."""

@@ -119,8 +119,7 @@ class Recorder:
             who, pool = ("draft" if is_draft else "target"), runner.token_to_kv_pool
             layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
             for layer in layers:
-                latent = pool.get_key_buffer(layer)[slots]
-                arrays[f"{who}.latent.{layer}"] = latent.reshape(length, -1).float().numpy()
+                arrays[f"{who}.latent.{layer}"] = pool.latent_rows(layer, slots).numpy()
             for (kind, draft, layer), rows in self.sets.items():
                 if draft != is_draft:
                     continue

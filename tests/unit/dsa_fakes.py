@@ -20,8 +20,20 @@ PAGE = 64
 @pytest.fixture(autouse=True)
 def single_rank() -> Iterator[None]:
     """What a server publishes before it builds a pool. Import it into the test module."""
-    with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0):
+    with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0, dcp_enabled=False):
         yield
+
+
+@pytest.fixture(autouse=True, params=["layer", "page"])
+def both_modes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Layer-major and page-major pools: every test of a module that imports it runs with both."""
+    monkeypatch.setenv("GLM53_POOL", request.param)
+    return request.param
+
+
+def stored_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[n, 1, values] of a pool's key or value buffer, whichever way its pages lie."""
+    return buffer[slots] if buffer.dim() == 3 else buffer[slots // PAGE, slots % PAGE]
 
 
 def make_pool(
@@ -32,8 +44,13 @@ def make_pool(
     skip: list[bool] | None = None,
     rank: int = 512,
     rope: int = 64,
+    start: int = 0,
+    **more: Any,
 ) -> GlmTokenToKVPool:
     """A pool of `pages` pages (page 0 is the one for padding)."""
+    width = rank + rope
+    if dtype == torch.float8_e4m3fn:
+        width = rank + rank // 128 * 4 + 2 * rope
     return GlmTokenToKVPool(
         (pages - 1) * PAGE,
         page_size=PAGE,
@@ -44,10 +61,11 @@ def make_pool(
         device="cpu",
         index_head_dim=128,
         enable_memory_saver=False,
-        kv_cache_dim=rank + rope,
-        start_layer=0,
-        end_layer=layers,
+        kv_cache_dim=width,
+        start_layer=start,
+        end_layer=start + layers,
         skip_topk_layers=skip,
+        **more,
     )
 
 

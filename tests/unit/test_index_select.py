@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from dsa_fakes import PAGE, World, reference_topk, single_rank  # noqa: F401
+from dsa_fakes import PAGE, World, both_modes, reference_topk, single_rank  # noqa: F401
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_glm53.layers import index_select
 from sglang_glm53.layers.fp8 import dequantize_blocks
-from sglang_glm53.memory.pool import fp8_values
+from sglang_glm53.memory.quantise import fp8_values
 
 HEADS = 4
 TOPK = 8

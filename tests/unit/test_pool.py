@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dsa_fakes import PAGE, make_pool, single_rank  # noqa: F401
+from dsa_fakes import PAGE, both_modes, make_pool, single_rank, stored_rows  # noqa: F401
 
 from sglang_glm53.memory import page as layout
 from sglang_glm53.memory import pool as pool_module
 from sglang_glm53.memory.page import IndexPage
-from sglang_glm53.memory.pool import count_exact_index_bytes, fp8_values, quantise_index_key
+from sglang_glm53.memory.pool import count_exact_index_bytes
+from sglang_glm53.memory.quantise import fp8_values, quantise_index_key
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["exact", "real"])
 LAYER = SimpleNamespace(layer_id=0)
@@ -155,9 +156,10 @@ def test_latents_come_back(dtype: torch.dtype) -> None:
     assert torch.equal(latent, nope.to(dtype)) and torch.equal(key, rope.to(dtype))
     latent, _ = pool.get_mla_kv_buffer(LAYER, slots, torch.float32)
     assert latent.dtype == torch.float32
-    row = pool.get_key_buffer(0)[slots]
+    row = stored_rows(pool.get_key_buffer(0), slots)
     assert torch.equal(row, torch.cat([nope, rope], dim=-1).to(dtype))
-    assert torch.equal(pool.get_value_buffer(0)[slots], nope.to(dtype))
+    assert torch.equal(stored_rows(pool.get_value_buffer(0), slots), nope.to(dtype))
+    assert torch.equal(pool.latent_rows(0, slots), row.flatten(1).float())
     assert (pool.get_key_buffer(1) == 0).all()
 
 
@@ -177,7 +179,7 @@ def test_moved_tokens_keep_latents_and_index_keys(dtype: torch.dtype) -> None:
     source, target = slots[:20], slots[100:120]
     expected = {
         "keys": [pool.get_index_k(layer, source) for layer in (0, 2)],
-        "latents": [pool.get_key_buffer(layer)[source].clone() for layer in range(3)],
+        "latents": [pool.latent_rows(layer, source) for layer in range(3)],
     }
     still = slots[120:]
     kept = pool.get_index_k(0, still)
@@ -185,7 +187,7 @@ def test_moved_tokens_keep_latents_and_index_keys(dtype: torch.dtype) -> None:
     for layer, keys in zip((0, 2), expected["keys"], strict=True):
         assert torch.equal(pool.get_index_k(layer, target), keys)
     for layer, rows in enumerate(expected["latents"]):
-        assert torch.equal(pool.get_key_buffer(layer)[target], rows)
+        assert torch.equal(pool.latent_rows(layer, target), rows)
     # Neighbours on the same pages stay as they were.
     assert torch.equal(pool.get_index_k(0, still), kept)
     pool.move_kv_cache(target[:0], source[:0])
@@ -199,7 +201,7 @@ def test_host_copies_of_a_request(dtype: torch.dtype, monkeypatch: pytest.Monkey
     slots = (pages.unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
     pool.set_index_k(0, slots, normal(256, 128))
     pool.set_mla_kv_buffer(LAYER, slots, normal(256, 1, 512), normal(256, 1, 64))
-    keys, rows = pool.get_index_k(0, slots), pool.get_key_buffer(0)[slots].clone()
+    keys, rows = pool.get_index_k(0, slots), pool.latent_rows(0, slots)
     saved = pool.get_cpu_copy(slots)
     pool.set_index_k(0, slots, torch.zeros(256, 128))
     pool.get_key_buffer(0).zero_()
@@ -207,7 +209,7 @@ def test_host_copies_of_a_request(dtype: torch.dtype, monkeypatch: pytest.Monkey
     elsewhere = (torch.tensor([1, 8, 3, 6]).unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
     pool.load_cpu_copy(saved, elsewhere)
     assert torch.equal(pool.get_index_k(0, elsewhere), keys)
-    assert torch.equal(pool.get_key_buffer(0)[elsewhere], rows)
+    assert torch.equal(pool.latent_rows(0, elsewhere), rows)
 
 
 # Sizing

@@ -22,7 +22,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = ("GLM53_STRICT", "GLM53_ATTENTION", "GLM53_SERVE")
+    ours = ("GLM53_STRICT", "GLM53_ATTENTION", "GLM53_SERVE", "GLM53_POOL")
     sglangs = (row.name.partition("=")[0] for row in support.FEATURES if "SGLANG_" in row.name)
     for name in (*ours, *sglangs):
         monkeypatch.setenv(name, "")
@@ -98,8 +98,8 @@ ASKED: dict[str, list[dict[str, Any]]] = {
         {**GPU, "init_expert_location": "map.json"},
         {**GPU, "ep_dispatch_algorithm": "static"},
     ],
-    "hierarchical cache": [
-        {"enable_hierarchical_cache": True},
+    "hierarchical cache": [{"enable_hierarchical_cache": True}],
+    "another tier of the cache": [
         {"enable_hisparse": True},
         {"enable_lmcache": True},
         {"enable_flexkv": True},
@@ -253,6 +253,20 @@ ONLY_SINCE = {
     "enable_paged_experts": "0.5.23",
     "enable_return_aux_hidden_states": "0.5.23",
 }
+for _asked, _ways in (
+    ("a cache in bfloat16", [{"kv_cache_dtype": "bfloat16"}]),
+    (
+        "another sparse attention kernel than flashmla_kv",
+        [
+            {"kv_cache_dtype": "fp8_e4m3", "dsa_decode_backend": "fa3"},
+            {"kv_cache_dtype": "fp8_e4m3", "dsa_prefill_backend": "flashmla_sparse"},
+        ],
+    ),
+    ("pipeline parallelism", [{"device": "cpu", "pp_size": 2}]),
+):
+    ASKED[f"GLM53_POOL=page with {_asked}"] = [
+        {**GPU, **way, "environment": {"GLM53_POOL": "page"}} for way in _ways
+    ]
 
 WAYS = [
     pytest.param(row, ask, id=f"{row.name}-{i}")

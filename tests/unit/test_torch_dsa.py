@@ -6,7 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dsa_fakes import World, reference_attention, reference_topk, single_rank  # noqa: F401
+from dsa_fakes import (  # noqa: F401
+    World,
+    both_modes,
+    reference_attention,
+    reference_topk,
+    single_rank,
+)
 
 from sglang_glm53.backends import torch_dsa
 from sglang_glm53.backends.torch_dsa import TorchDsaBackend, TorchDsaMultiStepBackend, top_positions
