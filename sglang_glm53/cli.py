@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from sglang_glm53 import __version__
-from sglang_glm53.commands import bench, demo, ledger, status, tiny
+from sglang_glm53.commands import bench, demo, ledger, status, tiny, trace
 from sglang_glm53.errors import Glm53Error, describe
 
-COMMANDS = (demo, status, tiny, bench, ledger)
+COMMANDS = (demo, status, tiny, bench, ledger, trace)
 
 DESCRIPTION = """\
 GLM-5.3 in SGLang, served by this package's own model code.
@@ -23,6 +23,7 @@ GLM-5.3 in SGLang, served by this package's own model code.
   glm53 tiny DIR                    write a tiny checkpoint with random weights
   glm53 bench slice                 ours against SGLang's class: one rank of 8 GPUs on one GPU
   glm53 ledger                      what a topology stores, reads, computes and sends
+  glm53 trace                       the same of real forward passes, beside the ledger
 
 To serve a checkpoint, use SGLang's own command; installing this package is all it takes:
   sglang serve --model-path DIR

@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     def number(name: str, text: str) -> None:
         value = getattr(default, name)
         parser.add_argument(
-            f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: {value})"
+            f"--{name}", type=int, metavar="N", help=f"{text} (default: {value}, if it fits)"
         )
 
     number("batch", "requests of the whole deployment")
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     from sglang_glm53.ledger.hardware import load
 
     config, quantised = read_model(args.model)
-    workload = workload_of(args)
+    workload = workload_of(args, config)
     hardware = load(args.hardware)
     if not 0 < args.mem_fraction < 1:
         raise Glm53Error(f"--mem-fraction is {args.mem_fraction:g}; give a number between 0 and 1")
@@ -188,13 +188,19 @@ def topology_of(args: argparse.Namespace, text: str | None, quantised: bool | No
     return replace(parse(text or "", base), **named)
 
 
-def workload_of(args: argparse.Namespace) -> Workload:
+def workload_of(args: argparse.Namespace, config: Glm53Config) -> Workload:
+    """What was asked for; what was not is no longer than the model's longest context."""
     steps, tokens = parse_mtp(args.mtp)
+    default, longest = Workload(), config.max_position_embeddings
+    shape = {
+        "batch": default.batch,
+        "context": min(default.context, longest),
+        "prompt": min(default.prompt, longest),
+        "chunk": default.chunk,
+    }
+    given = {name: getattr(args, name) for name in shape if getattr(args, name) is not None}
     return Workload(
-        batch=args.batch,
-        context=args.context,
-        prompt=args.prompt,
-        chunk=args.chunk,
+        **{**shape, **given},
         steps=steps,
         tokens=tokens,
         accept=1.0 if args.accept is None else args.accept,

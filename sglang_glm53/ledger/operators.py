@@ -34,7 +34,8 @@ class Operator:
         shape: of the product `M x K -> N`, with the number of products before it where there are
             several; of an elementwise operator, its tensor.
         flops, weights, cache, activations: figures, of one rank and one layer.
-        is_gemm: whether a weight matrix is multiplied.
+        modules: of ours that multiply by a weight matrix for it; several stand side by side.
+        product: rows, depth and width of that product; of both empty where it is another thing.
     """
 
     name: str
@@ -44,7 +45,8 @@ class Operator:
     weights: Figure
     cache: Figure
     activations: Figure
-    is_gemm: bool
+    modules: tuple[str, ...] = ()
+    product: tuple[int, int, int] | None = None
 
     @property
     def bytes(self) -> Number:
@@ -164,16 +166,35 @@ class _Layer:
         return self.found
 
     def attention(self, *, selects: bool) -> None:
-        self.gemm("A projections", "rows", "hidden", "q_lora + kv_lora + rope", ATTENTION)
+        self.gemm(
+            "A projections",
+            "rows",
+            "hidden",
+            "q_lora + kv_lora + rope",
+            ATTENTION,
+            module="self_attn.fused_qkv_a_proj_with_mqa",
+        )
         self.norm("RMSNorm of the query latent", "rows", "q_lora", ATTENTION)
         self.norm("RMSNorm of the KV latent", "rows", "kv_lora", ATTENTION)
         if selects:
             self.indexer()
-        self.gemm("q_b: queries", "rows", "q_lora", "heads_here * (nope + rope)", ATTENTION)
+        self.gemm(
+            "q_b: queries",
+            "rows",
+            "q_lora",
+            "heads_here * (nope + rope)",
+            ATTENTION,
+            module="self_attn.q_b_proj",
+        )
         self.norm("RoPE of queries and key", "rows", "(heads_here + 1) * rope", ATTENTION)
         if self.form == "expanded":
             self.gemm(
-                "kv_b: keys, values", "rows", "kv_lora", "heads_here * (nope + v_dim)", ATTENTION
+                "kv_b: keys, values",
+                "rows",
+                "kv_lora",
+                "heads_here * (nope + v_dim)",
+                ATTENTION,
+                module="self_attn.kv_b_proj",
             )
             self.row(
                 "dense attention",
@@ -198,10 +219,19 @@ class _Layer:
             self.gemm(
                 "W_UV: unfold values", "rows", "kv_lora", "v_dim", ATTENTION, "heads_here", "plain"
             )
-        self.gemm("o_proj", "rows", "heads_here * v_dim", "hidden", ATTENTION)
+        self.gemm(
+            "o_proj", "rows", "heads_here * v_dim", "hidden", ATTENTION, module="self_attn.o_proj"
+        )
 
     def indexer(self) -> None:
-        self.gemm("indexer: queries", "rows", "q_lora", "index_heads * index_dim", INDEXER)
+        self.gemm(
+            "indexer: queries",
+            "rows",
+            "q_lora",
+            "index_heads * index_dim",
+            INDEXER,
+            module="self_attn.indexer.wq_b",
+        )
         self.row(
             "indexer: key and gates",
             self.product("rows", "hidden", "index_dim + index_heads"),
@@ -209,7 +239,13 @@ class _Layer:
             weights="hidden * index_dim * w_index_key + hidden * index_heads * plain",
             activations="rows * (hidden + index_dim + index_heads) * plain",
             file=INDEXER,
-            is_gemm=True,
+            # One matrix on a GPU, two on a CPU.
+            modules=(
+                "self_attn.indexer.wk",
+                "self_attn.indexer.weights_proj",
+                "self_attn.indexer.wk_weights_proj",
+            ),
+            product=("rows", "hidden", "index_dim + index_heads"),
         )
         self.row(
             "indexer: scores",
@@ -228,12 +264,19 @@ class _Layer:
 
     def dense(self) -> None:
         inner = "dense_inner / dense_ranks"
-        self.gemm("dense MLP: gate and up", "dense_rows", "hidden", f"2 * {inner}", MOE)
+        self.gemm(
+            "dense MLP: gate and up",
+            "dense_rows",
+            "hidden",
+            f"2 * {inner}",
+            MOE,
+            module="mlp.gate_up_proj",
+        )
         self.norm("SiLU and product", "dense_rows", inner, MOE, tensors=3)
-        self.gemm("dense MLP: down", "dense_rows", inner, "hidden", MOE)
+        self.gemm("dense MLP: down", "dense_rows", inner, "hidden", MOE, module="mlp.down_proj")
 
     def moe(self) -> None:
-        self.gemm("router", "ffn_rows", "hidden", "experts", MOE, width="plain")
+        self.gemm("router", "ffn_rows", "hidden", "experts", MOE, width="plain", module="mlp.gate")
         self.row(
             "top-8 of the router" if self.sheet["top_k"] == 8 else "top-k of the router",
             f"{self.n('ffn_rows')} x {self.n('experts')}",
@@ -252,13 +295,26 @@ class _Layer:
                 weights=f"distinct * ({deep}) * ({wide}) * w",
                 activations=f"routed_rows * (({deep}) + ({wide})) * plain",
                 file=MOE,
-                is_gemm=True,
             )
         if self.sheet["shared_experts"]:
             inner = "shared_experts * expert_inner / shared_ranks"
-            self.gemm("shared expert: gate and up", "ffn_rows", "hidden", f"2 * {inner}", MOE)
+            self.gemm(
+                "shared expert: gate and up",
+                "ffn_rows",
+                "hidden",
+                f"2 * {inner}",
+                MOE,
+                module="mlp.shared_experts.gate_up_proj",
+            )
             self.norm("SiLU and product", "ffn_rows", inner, MOE, tensors=3)
-            self.gemm("shared expert: down", "ffn_rows", inner, "hidden", MOE)
+            self.gemm(
+                "shared expert: down",
+                "ffn_rows",
+                inner,
+                "hidden",
+                MOE,
+                module="mlp.shared_experts.down_proj",
+            )
 
     def gemm(
         self,
@@ -269,6 +325,7 @@ class _Layer:
         file: str,
         products: str = "1",
         width: str = "w",
+        module: str = "",
     ) -> None:
         several = "" if products == "1" else f"{self.n(products)} of "
         self.row(
@@ -278,7 +335,8 @@ class _Layer:
             weights=f"{products} * ({deep}) * ({wide}) * {width}",
             activations=f"{products} * {rows} * (({deep}) + ({wide})) * plain",
             file=file,
-            is_gemm=True,
+            modules=(module,) if module else (),
+            product=(rows, deep, wide),
         )
 
     def norm(self, name: str, rows: str, wide: str, file: str, tensors: int = 2) -> None:
@@ -299,9 +357,13 @@ class _Layer:
         weights: str = "0",
         cache: str = "0",
         activations: str = "0",
-        is_gemm: bool = False,
+        modules: tuple[str, ...] = (),
+        product: tuple[str, str, str] | None = None,
     ) -> None:
         figure = self.sheet.figure
+        sizes = None
+        if modules and product:
+            sizes = tuple(int(figure("", formula).value) for formula in product)
         self.found.append(
             Operator(
                 name,
@@ -311,7 +373,8 @@ class _Layer:
                 figure("weights", weights, "B", f"{name}: weights", file),
                 figure("cache", cache, "B", f"{name}: cache", file),
                 figure("activations", activations, "B", f"{name}: activations", file),
-                is_gemm,
+                modules,
+                sizes,  # type: ignore[arg-type]
             )
         )
 

@@ -106,11 +106,13 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
 def test_another_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     content = slice_config(layers=6, experts=16, vocab_size=4096)
     del content["quantization_config"]
+    content["max_position_embeddings"] = 4096
     (tmp_path / "config.json").write_text(json.dumps(content))
     _, out, _ = run(capsys, "--model", str(tmp_path), "--json")
     found = json.loads(out)
     assert found["topology"]["tp"] == 1 and found["topology"]["weights"] == "bf16"
     assert found["full_indexer_layer_ids"] == [0, 1, 2]
+    assert found["workload"]["context"] == found["workload"]["prompt"] == 4096
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,7 @@ def test_another_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         (("--tp", "8", "--ep", "3"), "ep 3 does not divide tp 8"),
         (("--tp", "4", "--dp", "8"), "dp 8 exceeds tp 4"),
         (("tp9",), "neither a preset"),
+        (("--context", "2000000"), "exceeds the model's 1048576 positions"),
         (("--mtp", "5"), "write steps-1-tokens"),
         (("--mtp", "5-4-20"), "a tree of drafts"),
         (("--mtp", "5-1-5"), "use 5-1-6"),
