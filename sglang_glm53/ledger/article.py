@@ -438,10 +438,11 @@ class Claims:
             "each rank's rows go to the experts from where they are",
         )
         say(
-            "prefill under attention DP",
+            "around an FFN under attention DP",
             "all-gather and reduce-scatter",
-            "two all-reduces, with EP 8 an all-reduce and a reduce-scatter",
-            "rows are uneven, so they are summed into one buffer",
+            "so with MTP; in prefill and plain decode all-reduces of one buffer, with EP 8 a "
+            "reduce-scatter on the way back",
+            "a prefill's rows are uneven; in decode SGLang prefers its custom all-reduce",
         )
         say(
             "lm_head under attention DP",

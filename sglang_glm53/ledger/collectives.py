@@ -6,10 +6,11 @@ against what runs. Attention and FFN return partial sums. The next stage complet
 
 * attention of one group, no dispatcher: an all-reduce each, where the next stage reads;
 * attention DP without a dispatcher: the FFN runs on every rank's rows. They are gathered before it
-  and its sum is scattered back: decode by all-gather and reduce-scatter of equal parts, prefill by
-  all-reduce of one buffer with a place for each rank's rows (reduce-scatter of unequal parts on
-  the way back where ep = dp = tp). Where an attention group has several ranks, the gather
-  completes its sum as well;
+  and its sum is brought back: by all-gather and reduce-scatter of equal parts, or by all-reduce of
+  one buffer with a place for each rank's rows (on the way back by reduce-scatter of unequal parts
+  where ep = dp = tp). Prefill takes the second way; so does a plain decode step on GPUs while
+  SGLang's custom all-reduce holds the buffer. Where an attention group has several ranks, the
+  gather completes its sum as well;
 * a dispatcher (DeepEP): each rank brings its own rows of a MoE layer to the experts and gets them
   back summed. Nothing is gathered or scattered over attention DP there; the dense layers still do.
 
@@ -32,6 +33,10 @@ Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "dispatch", "combin
 Pass = Literal["prefill", "decode", "verify", "draft-extend", "draft", "draft-prefill"]
 DRAFT_PASSES = ("draft-extend", "draft", "draft-prefill")
 EXTEND_PASSES = ("prefill", "draft-prefill")
+
+# Buffers up to this size SGLang's custom all-reduce takes (SGLANG_CUSTOM_ALL_REDUCE_V2_MAX_SIZE_KB,
+# 16 MiB; on Hopper the tuned sizes are no smaller).
+CUSTOM_ALL_REDUCE_BYTES = 16 * 2**20
 
 _SENT = {
     "all-reduce": "2 * (group - 1) / group * bytes",
@@ -126,8 +131,9 @@ def collectives(
 class _Pass:
     def __init__(self, config: Glm53Config, topology: Topology, kind: Pass, rows: Rows) -> None:
         self.config, self.topology, self.kind = config, topology, kind
-        self.padded = _padding(kind, topology, rows.by_rank)
-        self.logits = _padding(kind, topology, rows.logits, align=False)
+        row = config.hidden_size * (4 if topology.weights == "fp32" else 2)
+        self.padded = _padding(kind, topology, rows.by_rank, row)
+        self.logits = _padding(kind, topology, rows.logits, row, align=False)
         self.sheet = Sheet(
             {
                 **weight_names(config, topology),
@@ -353,16 +359,23 @@ class _Padding:
 
 
 def _padding(
-    kind: Pass, topology: Topology, by_rank: tuple[int, ...], *, align: bool = True
+    kind: Pass, topology: Topology, by_rank: tuple[int, ...], row_bytes: int, *, align: bool = True
 ) -> _Padding:
-    """layers/dp_attention.py get_dp_padding_mode."""
+    """layers/dp_attention.py get_dp_padding_mode and _decode_sum_len_fits_custom_all_reduce."""
     # Rows are padded to a multiple of attention's ranks, except where nothing asks for it.
     unit = topology.attn_tp if align and (topology.dp > 1 or topology.a2a != "none") else 1
     rows = [-(-count // unit) * unit for count in by_rank]
     longest, together = max(rows), sum(rows)
     if topology.dp == 1:
         return _Padding(longest, longest, True)
-    extend = kind in EXTEND_PASSES
-    if not extend and together * 2 >= longest * topology.dp:
+    summed = kind in EXTEND_PASSES or (
+        # A plain decode step, of a server without speculation.
+        kind == "decode"
+        and topology.device == "cuda"
+        and topology.a2a == "none"
+        and min(by_rank) > 0
+        and together * row_bytes <= CUSTOM_ALL_REDUCE_BYTES
+    )
+    if not summed and together * 2 >= longest * topology.dp:
         return _Padding(longest, longest * topology.dp, True)
     return _Padding(longest, together, False)

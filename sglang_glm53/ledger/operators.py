@@ -68,6 +68,8 @@ class Shape:
         scored, attended: pairs of a row and a position that the indexer scores and that attention
             reads, over all rows.
         form: absorbed (over selected latents) or expanded (dense, a prefill of short requests).
+        seeds: whether an expanded pass selects all the same, as the draft's seed needs; it only
+            stores its index keys otherwise.
         routing: as in `topology.Workload`.
     """
 
@@ -79,6 +81,11 @@ class Shape:
     attended: int
     form: Form = "absorbed"
     routing: str = "even"
+    seeds: bool = False
+
+    @property
+    def selects(self) -> bool:
+        return self.form == "absorbed" or self.seeds
 
 
 def decode_shape(
@@ -151,7 +158,7 @@ class _Layer:
             },
             sheet,
         )
-        self.form = shape.form
+        self.shape, self.device = shape, topology.device
         self.found: list[Operator] = []
 
     def run(self, kind: Kind) -> list[Operator]:
@@ -176,8 +183,10 @@ class _Layer:
         )
         self.norm("RMSNorm of the query latent", "rows", "q_lora", ATTENTION)
         self.norm("RMSNorm of the KV latent", "rows", "kv_lora", ATTENTION)
-        if selects:
+        if selects and self.shape.selects:
             self.indexer()
+        elif selects:
+            self.index_keys()
         self.gemm(
             "q_b: queries",
             "rows",
@@ -187,7 +196,7 @@ class _Layer:
             module="self_attn.q_b_proj",
         )
         self.norm("RoPE of queries and key", "rows", "(heads_here + 1) * rope", ATTENTION)
-        if self.form == "expanded":
+        if self.shape.form == "expanded":
             self.gemm(
                 "kv_b: keys, values",
                 "rows",
@@ -232,21 +241,7 @@ class _Layer:
             INDEXER,
             module="self_attn.indexer.wq_b",
         )
-        self.row(
-            "indexer: key and gates",
-            self.product("rows", "hidden", "index_dim + index_heads"),
-            flops="2 * rows * hidden * (index_dim + index_heads)",
-            weights="hidden * index_dim * w_index_key + hidden * index_heads * plain",
-            activations="rows * (hidden + index_dim + index_heads) * plain",
-            file=INDEXER,
-            # One matrix on a GPU, two on a CPU.
-            modules=(
-                "self_attn.indexer.wk",
-                "self_attn.indexer.weights_proj",
-                "self_attn.indexer.wk_weights_proj",
-            ),
-            product=("rows", "hidden", "index_dim + index_heads"),
-        )
+        self.key_and_gates("index_dim + index_heads")
         self.row(
             "indexer: scores",
             f"{self.n('index_heads')} heads, {self.n('rows')} x {self.n('context')} keys",
@@ -260,6 +255,28 @@ class _Layer:
             f"{self.n('rows')} x {self.n('context')} to {self.n('index_topk')}",
             activations="rows * (4 * context + 4 * index_topk)",
             file="layers/index_select.py",
+        )
+
+    def index_keys(self) -> None:
+        """Keys for later queries; on a GPU the gates come with them, in one product."""
+        self.key_and_gates("index_dim + index_heads" if self.device == "cuda" else "index_dim")
+
+    def key_and_gates(self, wide: str) -> None:
+        gates = "hidden * index_heads * plain" if "heads" in wide else "0"
+        self.row(
+            "indexer: key and gates",
+            self.product("rows", "hidden", wide),
+            flops=f"2 * rows * hidden * ({wide})",
+            weights=f"hidden * index_dim * w_index_key + {gates}",
+            activations=f"rows * (hidden + {wide}) * plain",
+            file=INDEXER,
+            # One matrix on a GPU, two on a CPU.
+            modules=(
+                "self_attn.indexer.wk",
+                "self_attn.indexer.weights_proj",
+                "self_attn.indexer.wk_weights_proj",
+            ),
+            product=("rows", "hidden", wide),
         )
 
     def dense(self) -> None:

@@ -19,6 +19,7 @@ FP8_BLOCK = 128
 A2A = ("none", "deepep")
 WEIGHTS = ("fp8", "bf16", "fp32")
 ROUTINGS = ("even", "random")
+DEVICES = ("cuda", "cpu")
 # Form of the cache. `fp8`: FlashMLA's, of flashmla_kv and flashmla_sparse on Hopper; `fp8-raw`:
 # without scales, of the trtllm and tilelang backends; `fp32`: this package's exact cache.
 KV = ("fp8", "bf16", "fp8-raw", "fp32")
@@ -36,6 +37,7 @@ class Topology:
         dense_tp: 1 if every rank has the whole dense MLPs, 0 if they are split over all ranks.
         dp_lm_head: lm_head split over an attention group's ranks, not over all.
         weights: form of the projections. kv: form of the cache.
+        device: `cuda`, with SGLang's custom all-reduce over NVLink, or `cpu`, without it.
     """
 
     tp: int = 1
@@ -46,6 +48,7 @@ class Topology:
     dp_lm_head: int = 0
     weights: str = "fp8"
     kv: str = "fp8"
+    device: str = "cuda"
 
     @property
     def attn_tp(self) -> int:
@@ -109,6 +112,7 @@ class Topology:
         self._check_choice("a2a", A2A)
         self._check_choice("weights", WEIGHTS)
         self._check_choice("kv", KV)
+        self._check_choice("device", DEVICES)
         self._check_choice("dense_tp", (0, 1))
         self._check_choice("dp_lm_head", (0, 1))
         if self.a2a == "deepep" and self.ep != self.tp:
@@ -117,6 +121,9 @@ class Topology:
                 f"{self.ep}; use ep={self.tp}"
             )
         self._check_split("an expert's inner width", config.moe_intermediate_size, self.moe_tp)
+        if self.a2a == "none":
+            shared = config.moe_intermediate_size * config.n_shared_experts
+            self._check_split("the shared expert's inner width", shared, self.tp)
         if not self.dense_tp and config.first_k_dense_replace:
             self._check_split("the dense MLP's inner width", config.intermediate_size, self.tp)
         if -(-config.vocab_size // VOCAB_PADDING) * VOCAB_PADDING % self.tp:

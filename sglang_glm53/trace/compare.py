@@ -173,7 +173,16 @@ def _products(
     """Matrix products of all layers: the ledger's, and those of our modules."""
     padded = each["rows"]
     gathered = _gathered(each, config, topology, kind, rows)
-    shape = operators.Shape(padded, gathered, 1, max(1, each["longest"]), 0, 0, form=form)  # type: ignore[arg-type]
+    shape = operators.Shape(
+        padded,
+        gathered,
+        requests=1,
+        context=max(1, each["longest"]),
+        scored=0,
+        attended=0,
+        form=form,  # type: ignore[arg-type]
+        seeds=kind == "draft-prefill",
+    )
     counted: Counter[tuple[str, tuple[int, int, int]]] = Counter()
     names: dict[str, str] = {}
     for layer_kind, count in _layers(config, kind).items():
@@ -182,8 +191,6 @@ def _products(
                 names[module] = operator.name
             if operator.product is not None:
                 counted[operator.name, operator.product] += count
-    if kind == "draft" and config.index_share_for_mtp_iteration:
-        pass  # `_layers` has it as a shared layer
     ran: Counter[tuple[str, tuple[int, int, int]]] = Counter()
     beside: dict[tuple[str, str], list[list[int]]] = defaultdict(list)
     for name, *sizes in each["products"]:

@@ -152,9 +152,6 @@ class _Watch(TorchDispatchMode):
             self.note(name, func, args, kwargs)
         elif name in GROUP_OPERATORS:
             self.note_group(name, func, args, kwargs)
-        elif space not in ("aten", "prim"):
-            with self:  # a custom operator may hold a collective
-                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def note(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -269,9 +269,9 @@ def test_pure_tp(config: Glm53Config) -> None:
 def test_attention_dp_gathers_and_scatters(config: Glm53Config) -> None:
     decode = account(config, "dp8").decode.passes[0].collectives
     assert by_kind(decode) == {
-        ("FFN input, attention DP", "all-gather"): 78,
-        ("FFN output, attention DP", "reduce-scatter"): 78,
-        ("lm_head input, attention DP", "all-gather"): 1,
+        ("FFN input, attention DP", "all-reduce"): 78,
+        ("FFN output, attention DP", "all-reduce"): 78,
+        ("lm_head input, attention DP", "all-reduce"): 1,
         ("logits", "all-gather"): 1,
     }
     (prefill,) = account(config, "dp8").prefill
@@ -281,6 +281,26 @@ def test_attention_dp_gathers_and_scatters(config: Glm53Config) -> None:
         ("lm_head input, attention DP", "all-reduce"): 1,
         ("logits", "all-gather"): 1,
     }
+
+
+def test_decode_under_attention_dp_where_the_custom_all_reduce_does_not_reach(
+    config: Glm53Config,
+) -> None:
+    """On a CPU, with MTP, and beyond 16 MiB: equal parts."""
+    moved = [
+        ("FFN input, attention DP", "all-gather"),
+        ("FFN output, attention DP", "reduce-scatter"),
+    ]
+    on_cpu = account(config, replace(PRESETS["dp8"], device="cpu")).decode.passes[0]
+    with_mtp = account(config, "dp8", steps=5, tokens=6).mtp.passes[0]
+    large = account(config, "dp8", batch=2048, context=64).decode.passes[0]
+    for each in (on_cpu, with_mtp, large):
+        found = by_kind(each.collectives)
+        assert all(found[key] == 78 for key in moved)
+    just = account(config, "dp8", batch=1360, context=64).decode.passes[0]
+    assert by_kind(just.collectives)["FFN input, attention DP", "all-reduce"] == 78
+    whole = by_kind(account(config, "dp8-ep8").decode.passes[0].collectives)
+    assert whole["FFN output, attention DP", "reduce-scatter"] == 78
 
 
 def test_deepep_and_gather_never_meet_in_a_layer(config: Glm53Config) -> None:
@@ -318,7 +338,7 @@ def test_uneven_rows_are_padded_or_summed(config: Glm53Config) -> None:
         row = next(row for row in found if row.where == "FFN input, attention DP")
         return row.kind, int(row.bytes.value) // (6144 * 2)
 
-    assert message((4, 4, 4, 4, 4, 4, 4, 1)) == ("all-gather", 32)
+    assert message((4, 4, 4, 4, 4, 4, 4, 1)) == ("all-reduce", 29)
     assert message((4, 3, 3, 3, 3, 0, 0, 0)) == ("all-gather", 32)
     assert message((4, 1, 0, 0, 0, 0, 0, 0)) == ("all-reduce", 5)
 

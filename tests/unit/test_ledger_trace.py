@@ -23,8 +23,8 @@ from sglang_glm53.trace.run import Run, Traced, server_arguments
 
 SPECIAL = dict.fromkeys(("<|endoftext|>", "<|user|>", "<|observation|>"), 0)
 CONFIG = Glm53Config.from_hf(config_json(TinyOptions(), SPECIAL))
-TP2 = Topology(tp=2, weights="bf16", kv="bf16")
-DP2 = Topology(tp=2, dp=2, weights="bf16", kv="bf16")
+TP2 = Topology(tp=2, weights="bf16", kv="bf16", device="cpu")
+DP2 = Topology(tp=2, dp=2, weights="bf16", kv="bf16", device="cpu")
 
 
 # --- the recorder --------------------------------------------------------------------------------
