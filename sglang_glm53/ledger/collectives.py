@@ -110,6 +110,10 @@ def pass_rows(kind: Pass, topology: Topology, workload: Workload) -> Rows:
     each = workload.tokens if kind in ("verify", "draft-extend") else 1
     share = [(workload.batch + groups - 1 - rank) // groups for rank in range(groups)]
     rows = tuple(requests * each for requests in share)
+    if kind == "draft-extend" and topology.device == "cuda":
+        # Its graph picks each request's last accepted row before lm_head
+        # (speculative/eagle_draft_extend_cuda_graph_runner.py); without it all rows go through.
+        return Rows(rows, tuple(share))
     return Rows(rows, rows)
 
 
@@ -133,14 +137,13 @@ class _Pass:
         self.config, self.topology, self.kind = config, topology, kind
         row = config.hidden_size * (4 if topology.weights == "fp32" else 2)
         self.padded = _padding(kind, topology, rows.by_rank, row)
-        self.logits = _padding(kind, topology, rows.logits, row, align=False)
         self.sheet = Sheet(
             {
                 **weight_names(config, topology),
                 "rows": self.padded.own,
                 "all_rows": self.padded.every,
-                "logit_rows": self.logits.own,
-                "all_logit_rows": self.logits.every,
+                "logit_rows": max(rows.logits),
+                "all_logit_rows": sum(rows.logits),
             }
         )
         self.found: list[Collective] = []
@@ -322,15 +325,10 @@ class _Pass:
         rows = "logit_rows"
         if self.topology.dp > 1 and not self.topology.dp_lm_head:
             rows = "all_logit_rows"
-            if self.logits.equal:
-                self.add(
-                    "lm_head input, attention DP", "reduce-scatter", "attn_tp", 1,
-                    "logit_rows * hidden * plain", "logit_rows, hidden",
-                    source + ": the first rank of a group brings its rows",
-                )  # fmt: skip
+            # Always in the form for uneven rows (dp_padding_mode=SUM_LEN).
             self.add(
                 "lm_head input, attention DP",
-                "all-gather" if self.logits.equal else "all-reduce",
+                "all-reduce",
                 "tp",
                 1,
                 f"{rows} * hidden * plain",
@@ -358,12 +356,10 @@ class _Padding:
     equal: bool
 
 
-def _padding(
-    kind: Pass, topology: Topology, by_rank: tuple[int, ...], row_bytes: int, *, align: bool = True
-) -> _Padding:
+def _padding(kind: Pass, topology: Topology, by_rank: tuple[int, ...], row_bytes: int) -> _Padding:
     """layers/dp_attention.py get_dp_padding_mode and _decode_sum_len_fits_custom_all_reduce."""
     # Rows are padded to a multiple of attention's ranks, except where nothing asks for it.
-    unit = topology.attn_tp if align and (topology.dp > 1 or topology.a2a != "none") else 1
+    unit = topology.attn_tp if topology.dp > 1 or topology.a2a != "none" else 1
     rows = [-(-count // unit) * unit for count in by_rank]
     longest, together = max(rows), sum(rows)
     if topology.dp == 1:

@@ -360,6 +360,8 @@ def test_mtp_multiplies_rows_and_adds_passes(config: Glm53Config) -> None:
     plain = one.decode.passes[0].collectives
     for verify, decode in zip(passes["verify"].collectives, plain, strict=True):
         assert verify.bytes.value == 6 * decode.bytes.value and verify.count == decode.count
+    heads = {kind: each.collectives[-1].shape[0] for kind, each in passes.items()}
+    assert heads == {"verify": 192, "draft-extend": 32, "draft": 32}
     assert one.mtp.collective_count == 158 + 5 * 4
     assert one.break_even.value == one.mtp.bound.bound_ms / one.decode.bound.bound_ms
 
