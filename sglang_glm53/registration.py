@@ -69,6 +69,7 @@ def register_all() -> None:
     global _registered
     from sglang_glm53 import guards, host, processes, status
     from sglang_glm53.compat import cpu, torch_attention
+    from sglang_glm53.memory import hicache
 
     if _registered:
         return
@@ -91,6 +92,7 @@ def register_all() -> None:
     catalog.on_load(
         "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", _hook_last_check
     )
+    hicache.install()
     guards.install()
     processes.watch()
     status.publish()
