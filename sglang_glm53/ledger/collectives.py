@@ -42,8 +42,9 @@ _SENT = {
     "all-reduce": "2 * (group - 1) / group * bytes",
     "all-gather": "(group - 1) / group * bytes",
     "reduce-scatter": "(group - 1) / group * bytes",
-    # Of what all ranks send together, a rank sends its share, and keeps what is its own.
-    "dispatch": "bytes / group * (group - 1) / group",
+    # Of what all ranks send together, a rank dispatches its own rows, and its experts give back an
+    # even share; what stays on the rank is not sent.
+    "dispatch": "bytes * sender_rows / routed_rows * (group - 1) / group",
     "combine": "bytes / group * (group - 1) / group",
 }
 
@@ -142,6 +143,9 @@ class _Pass:
                 **weight_names(config, topology),
                 "rows": self.padded.own,
                 "all_rows": self.padded.every,
+                # Padding is not dispatched; an attention group's ranks share its rows.
+                "routed_rows": sum(rows.by_rank),
+                "sender_rows": -(-max(rows.by_rank) // topology.attn_tp),
                 "logit_rows": max(rows.logits),
                 "all_logit_rows": sum(rows.logits),
             }
@@ -181,11 +185,11 @@ class _Pass:
         if ranks == 1 or count == 0:
             return
         sheet = Sheet({"group": ranks}, self.sheet)
-        size = sheet.add("bytes", formula, "B", f"{where}: {kind}", source)
-        sent = sheet.figure("sent", _SENT[kind], "B", f"{where}: sent by one rank", "ring")
         sizes = tuple(int(sheet.figure("", part).value) for part in shape.split(","))
         if 0 in sizes:  # nobody has a row
             return
+        size = sheet.add("bytes", formula, "B", f"{where}: {kind}", source)
+        sent = sheet.figure("sent", _SENT[kind], "B", f"{where}: sent by one rank", "ring")
         self.found.append(
             Collective(where, layers, kind, group, ranks, count, sizes, size, sent, source)
         )
@@ -237,8 +241,8 @@ class _Pass:
         )  # fmt: skip
 
     def deepep(self, moe: int, where: str) -> None:
-        shape = "all_rows * top_k, hidden"
-        values, scales = "all_rows * top_k * hidden", "all_rows * top_k * hidden / 128 * 4"
+        shape = "routed_rows * top_k, hidden"
+        values, scales = "routed_rows * top_k * hidden", "routed_rows * top_k * hidden / 128 * 4"
         fp8 = self.topology.weights == "fp8"
         self.add(
             "experts", "dispatch", "ep", moe,

@@ -313,6 +313,18 @@ def test_deepep_and_gather_never_meet_in_a_layer(config: Glm53Config) -> None:
     assert by_kind(rows) == {("experts", "dispatch"): 75, ("experts", "combine"): 75}
 
 
+def test_one_prompt_is_dispatched_by_one_rank(config: Glm53Config) -> None:
+    """Its rows come from one rank; the experts that answer are on all of them."""
+    (prefill,) = account(config, "dp8-deepep").prefill
+    rows = {row.kind: row for row in prefill.collectives if row.where == "experts"}
+    values, scales = 8192 * 8 * 6144, 8192 * 8 * 48 * 4
+    assert rows["dispatch"].sent.value == (values + scales) * 7 / 8
+    assert rows["combine"].sent.value == 2 * values / 8 * 7 / 8
+    decode = account(config, "dp8-deepep").decode.passes[0].collectives
+    even = next(row for row in decode if row.kind == "dispatch")
+    assert even.sent.value == even.bytes.value / 8 * 7 / 8
+
+
 def test_deepep_without_attention_dp(config: Glm53Config) -> None:
     rows = account(config, "tp8-deepep").decode.passes[0].collectives
     assert [(row.where, row.kind, row.count) for row in rows] == [
