@@ -14,13 +14,16 @@ from typing import Any
 from sglang_glm53 import catalog
 from sglang_glm53.errors import Glm53Error
 
-_ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
+_STACKS = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler:register_stack_strategy"
+_ATTACH = (
+    "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler:attach_hybrid_pool_to_unified_cache"
+)
 
 
 def install() -> None:
     """Register the stack, and the test after it was built (rows of the catalog)."""
-    catalog.on_load(f"{_ASSEMBLER}:register_stack_strategy", _register)
-    catalog.wrap(f"{_ASSEMBLER}:attach_hybrid_pool_to_unified_cache", _then_try_it)
+    catalog.on_load(_STACKS, _register)
+    catalog.wrap(_ATTACH, _then_try_it)
 
 
 def _register(register: Callable[[Any], None]) -> None:
