@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -231,3 +232,13 @@ def copy_engine() -> CopyEngine:
             f"copying cache pages: libcudart.so.{major} does not load ({error}); use "
             "--hicache-io-backend kernel"
         ) from error
+
+
+def sanitizer_cases() -> list[tuple[str, Callable[[], object]]]:
+    """Launches for compute-sanitizer: whole pages, and a run of bytes of each."""
+    source, target = (torch.ones(4, 50432, dtype=torch.uint8, device="cuda") for _ in range(2))
+    to, origin = (torch.tensor(pages, device="cuda") for pages in ([3, 0], [1, 3]))
+    return [
+        ("whole pages", functools.partial(copy_pages, target, source, to, origin)),
+        ("a run", functools.partial(copy_pages, target, source, to, origin, 41984, 50432)),
+    ]

@@ -7,6 +7,9 @@ what is written here is where they go.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -151,3 +154,20 @@ def scatter_index_torch(
     for part in (slice(0, keys), slice(keys, width)):
         source = staged[:, part].unflatten(1, (PAGE, -1)).flatten(0, 1)[:tokens]
         pages[:, part].unflatten(1, (PAGE, -1))[slots // PAGE, slots % PAGE] = source
+
+
+def sanitizer_cases() -> list[tuple[str, Callable[[], object]]]:
+    """Launches for compute-sanitizer: one token, several, the last page."""
+    cases: list[tuple[str, Callable[[], object]]] = []
+    page_bytes = PAGE * 656 + PAGE * 132
+    for tokens in (1, 65):
+        memory = torch.zeros(3 * page_bytes, dtype=torch.uint8, device="cuda")
+        slots = torch.arange(3 * PAGE - tokens, 3 * PAGE, device="cuda")
+        parts = tuple(
+            torch.ones(tokens, width, dtype=torch.uint8, device="cuda") for width in (528, 128)
+        )
+        staged = torch.ones(-(-tokens // PAGE), PAGE * 132, dtype=torch.uint8, device="cuda")
+        rows = functools.partial(scatter_rows, memory, page_bytes, 0, slots, parts)
+        index = functools.partial(scatter_index, memory, page_bytes, PAGE * 656, slots, staged)
+        cases += [(f"rows, {tokens} tokens", rows), (f"index keys, {tokens} tokens", index)]
+    return cases

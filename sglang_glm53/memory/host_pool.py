@@ -95,6 +95,13 @@ class PageHostPool(HostKVCache):
 
     get_ksize_per_token = get_size_per_token
 
+    def _allocate_host_buffer(self) -> None:
+        if self.pin_memory:
+            super()._allocate_host_buffer()
+            return
+        # Without a GPU the cache is a miniature's, and SGLang's reserve of 10 GiB would refuse it.
+        self.kv_buffer, self.fd = self.init_kv_buffer(), None
+
     def init_kv_buffer(self) -> torch.Tensor:
         """The host memory, registered with CUDA where there is a GPU."""
         allocate = ALLOC_MEMORY_FUNCS[self.arena.memory.device.type]

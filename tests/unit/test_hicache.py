@@ -17,18 +17,6 @@ from sglang_glm53.memory.host_pool import PageHostPool, load_groups
 PAGES = 20
 
 
-@pytest.fixture(autouse=True)
-def plain_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compat/indexer_capture.py sets in a server on a CPU; and room on any machine."""
-    from sglang.srt.mem_cache.pool_host import base, common
-
-    def allocate(dims: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tensor:
-        return torch.empty(dims, dtype=dtype)
-
-    monkeypatch.setitem(common.ALLOC_MEMORY_FUNCS, "cpu", allocate)
-    monkeypatch.setattr(base, "host_memory_budget_bytes", lambda *_, **__: 1 << 40)
-
-
 class Stack:
     """Target and draft, SGLang's page allocator and its controller over one host pool."""
 
