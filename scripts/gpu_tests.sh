@@ -8,6 +8,7 @@
 #   backends    every --dsa-prefill-backend and --dsa-decode-backend (quick: a selection)
 #   features    what features.py says of a GPU: weight updates, sleep, returned tensors, ...
 #   long        200,000 tokens: what the indexer selects, peak memory
+#   pool        page-major cache pages: kernels, host copies, the decode step, HiCache with MTP
 #   sanitizer   compute-sanitizer over our own kernels
 #   pytest      `pytest -m gpu`, which judges the results in OUT; the rest is told by now
 #
@@ -19,7 +20,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage() { sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 
 [ $# -ge 1 ] || usage 2
 case $1 in -h | --help) usage 0 ;; esac
@@ -29,10 +30,10 @@ shift
 quick=()
 if [ "${1:-}" = quick ]; then quick=(--quick); shift; fi
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(parity backends long features sanitizer pytest)
+[ ${#stages[@]} -gt 0 ] || stages=(parity backends long features pool sanitizer pytest)
 for stage in "${stages[@]}"; do
   case $stage in
-    parity | backends | long | features | sanitizer | pytest) ;;
+    parity | backends | long | features | pool | sanitizer | pytest) ;;
     *) echo "gpu_tests: there is no stage $stage" >&2; usage 2 ;;
   esac
 done
@@ -67,6 +68,9 @@ run_stage() {
     features)
       "$python" -m gpu.features "$work" --checkpoint "$scratch/glm53-features" \
         ${quick:+--promised} ;;
+    pool) # the slice's 78 layers need a whole GPU and five minutes: quick leaves them out
+      "$python" -m gpu.pool "$work" --checkpoint "$scratch/glm53-pool" \
+        ${quick:+--only kernels hicache} ;;
     sanitizer) "$python" -m gpu.sanitizer "$work" ;;
     pytest)
       if "$python" -c 'import pytest' 2>/dev/null; then
@@ -79,7 +83,7 @@ run_stage() {
 
 collect() { # a killed run leaves what it measured
   local name
-  for name in parity backends long features sanitizer; do
+  for name in parity backends long features pool sanitizer; do
     if [ -f "$work/$name.json" ]; then cp "$work/$name.json" "$out/"; fi
   done
   tar -czf "$work/../.glm53-details.tgz" -C "$scratch" "$(basename "$work")" 2>/dev/null
