@@ -36,6 +36,8 @@ MATCH = 1.5  # gain of the comparison in queries and keys
 MATCHING = (2, 3, 4)  # layers that compare; 4 is the draft layer
 INDEX_LENGTH = 1.0  # of rotary pairs in index queries and keys
 BIAS_SPREAD = 0.3  # of the routers' correction biases, which are not trained
+EXCLUDED = -2.0  # bias of one expert a layer: scores lie in 0..1, so it is never chosen
+EXCLUDED_GAIN = 3.0  # of what that expert would write
 CONTENT = slice(36, 48)  # entries of index keys that tell tokens apart (see `index_masks`)
 
 
@@ -54,9 +56,7 @@ def initialise(model: Miniature, seed: int) -> None:
             writes = name.endswith(("o_proj.weight", "down_proj", "down_proj.weight"))
             gain = 0.3 if writes else 0.5 if "lm_head" in name else 1.0
             parameter.copy_(draw(*parameter.shape) * gain * parameter.shape[-1] ** -0.5)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(draw(*buffer.shape) * BIAS_SPREAD)
+    _gate_biases(model, generator)
 
     config = model.config
     embedding = model.embedding
@@ -86,6 +86,21 @@ def initialise(model: Miniature, seed: int) -> None:
     _draft_input(model, code)
     for name, mask in index_masks(model).items():
         model.get_parameter(name).mul_(mask)
+
+
+def _gate_biases(model: Miniature, generator: torch.Generator) -> None:
+    """Correction biases, frozen from here on; each layer's last expert is kept from being chosen.
+
+    It learns nothing and would write noise: a router that forgets its bias sends tokens there.
+    """
+    for name, buffer in model.named_buffers():
+        if not name.endswith("e_score_correction_bias"):
+            continue
+        bias = torch.randn(buffer.shape, generator=generator) * BIAS_SPREAD
+        bias.clamp_(-0.9, 0.9)[-1] = EXCLUDED
+        buffer.copy_(bias)
+        experts = model.get_submodule(name.rpartition(".gate.")[0] + ".experts")
+        experts.down_proj[-1] *= EXCLUDED_GAIN / 0.3
 
 
 def index_masks(model: Miniature) -> dict[str, torch.Tensor]:
