@@ -6,6 +6,8 @@ SHELL := /bin/bash
 .PHONY: help env demo test test-fast test-server lint format wheel clean
 
 PYTHON := python=$$(scripts/env.sh); "$$python"
+# Test processes at the same time. A server takes about 4 GB and, while it starts, a core.
+WORKERS ?= 2
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -13,16 +15,16 @@ help: ## list the targets
 env: ## set up .venv: SGLang, this project, its test tools
 	@scripts/env.sh
 
-demo: ## serve a miniature GLM-5.3 here, ask it, show what served (ARGS="--keep" ...)
+demo: ## serve the miniature GLM-5.3 here, talk to it, show what served (ARGS="--keep" ...)
 	@$(PYTHON) -m sglang_glm53.cli demo $(ARGS)
 
 test: test-fast test-server ## all tests that need no GPU
 
 test-fast: ## tests that start no server
-	@$(PYTHON) -m pytest tests -m "not server and not gpu" $(ARGS)
+	@$(PYTHON) -m pytest tests -m "not server and not gpu" -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-server: ## tests against the real `sglang serve`
-	@$(PYTHON) -m pytest tests -m "server and not gpu" $(ARGS)
+	@$(PYTHON) -m pytest tests -m "server and not gpu" -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: ## ruff: rules and format
 	@$(PYTHON) -m ruff check . && "$$python" -m ruff format --check .

@@ -66,6 +66,16 @@ SCRIPT
   echo "$base" > "$folder/.base"
 }
 
+# Without byte code first: pip writes it on one core, and it is 35,000 files.
+install_sglang() { # python
+  "$1" -m pip install --disable-pip-version-check --no-compile "sglang==$DEFAULT_SGLANG" >&2 \
+    || die "pip could not install sglang==$DEFAULT_SGLANG; its message is above"
+  say "compiling Python modules on all cores"
+  # Some packages carry files that are no Python of this version.
+  "$1" -m compileall -q -j 0 "$("$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+    >/dev/null 2>&1 || true
+}
+
 install_project() { # python
   local isolation=--no-build-isolation
   "$1" -c 'import setuptools as s, sys; sys.exit(int(s.__version__.split(".")[0]) < 77)' \
@@ -110,8 +120,7 @@ if [[ $(cat "$stamp" 2>/dev/null) != "$key" ]]; then
   version=$(sglang_of "$python")
   if [[ -z $version ]]; then
     say "installing SGLang $DEFAULT_SGLANG with PyTorch: several GB, some minutes"
-    "$python" -m pip install --disable-pip-version-check "sglang==$DEFAULT_SGLANG" >&2 \
-      || die "pip could not install sglang==$DEFAULT_SGLANG; its message is above"
+    install_sglang "$python"
   elif ! supported "$version"; then
     die "$folder has SGLang $version; supported are 0.5.22 and 0.5.23: remove $folder, run again"
   fi

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Threads that wait for each other on tensors this small make a busy machine fifty times slower.
+# A server gets its share of the cores (server/harness.py).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +31,45 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return made[key]
 
     return make
+
+
+# Tests that name these servers (`pytest.mark.server(name)`) run in one process, in this order, each
+# server started once. The first of a line is what the others' answers are compared with. Servers
+# that are not here are alone; where tests run in several processes, any takes them.
+SHARED = (
+    (
+        *("plain", "eagle 3-1-4-share1", "eagle 1-1-2-share1", "eagle 5-1-6-share1"),
+        *("eagle 3-1-4-share0", "eagle 5-1-6-share0"),
+    ),
+    (
+        *("returned", "ranks tp2", "ranks tp2-eagle", "ranks tp2-dp2", "ranks tp2-dp2-eagle"),
+        *("ranks pipeline", "ranks experts", "ranks split head", "ranks mixed chunks"),
+    ),
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests of the same server together, and name the process that runs them."""
+    place = {
+        name: (line, position)
+        for line, names in enumerate(SHARED)
+        for position, name in enumerate(names)
+    }
+    others = len(SHARED)
+
+    def order(item: pytest.Item) -> tuple[int, int]:
+        name = _server_of(item)
+        return place.get(name, (others, 0))
+
+    items.sort(key=order)
+    for item in items:
+        name = _server_of(item)
+        if name is not None:
+            group = SHARED[place[name][0]][0] if name in place else name
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _server_of(item: pytest.Item) -> str | None:
+    marker = item.get_closest_marker("server")
+    return marker.args[0] if marker is not None and marker.args else None

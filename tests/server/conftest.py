@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from reference.hf import Reference
 
 FLOAT32 = ("--dtype", "float32")
+RETURNED = ("--enable-return-hidden-states", "--enable-return-routed-experts")
 
 
 @pytest.fixture(scope="session")
@@ -46,13 +47,17 @@ def reference() -> Callable[..., Reference]:
 def plain_runs(
     servers: ServerPool, tiny_checkpoint: Callable[..., Path]
 ) -> Callable[..., tuple[list[Answer], list[Recording]]]:
-    """Answers and recordings of the float32 server without speculation, kept for the session."""
+    """Answers and recordings of the float32 server without speculation, kept for the session.
+
+    The server that can return more does as well, if it is the one that runs.
+    """
     kept: dict[Any, tuple[list[Answer], list[Recording]]] = {}
 
     def run(prompts: list[list[int]], new: int) -> tuple[list[Answer], list[Recording]]:
         key = (tuple(map(tuple, prompts)), new)
         if key not in kept:
-            server = servers.get(tiny_checkpoint(), *FLOAT32)
+            returned = servers.running(tiny_checkpoint(), *FLOAT32, *RETURNED)
+            server = returned or servers.get(tiny_checkpoint(), *FLOAT32)
             server.flush()
             answers = [server.generate([prompt], new)[0] for prompt in prompts]
             kept[key] = (answers, [server.recording(answer.rid) for answer in answers])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,6 +22,13 @@ import torch
 
 READY_SECONDS = 420
 STOP_SECONDS = 60
+
+# Ports of the servers: a range for each of the test processes that run at the same time.
+FIRST_PORT, PORTS, WORKERS = 20_000, 3_000, 4
+PORTS_ABOVE = 600  # that a server opens above the one that it is given
+
+# A scheduler that waits otherwise asks for work in a loop, which takes a core from the others.
+QUIET = ("--sleep-on-idle",)
 
 
 class ServerFailed(AssertionError):
@@ -50,10 +58,22 @@ class Answer:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port nobody listens on, from a range that this test process has for itself.
+
+    SGLang takes seconds to open it, and opens others at a fixed distance from it; a server that
+    another test process starts in the meantime must not get any of them. The ranges lie below
+    what the system gives to outgoing connections.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = FIRST_PORT + PORTS * (worker % WORKERS)
+    while True:
+        port = random.randrange(first, first + PORTS - PORTS_ABOVE)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 @dataclass
@@ -86,7 +106,7 @@ class Server:
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [str(Path(sys.executable).parent / "sglang"), "serve"]
         command += ["--model-path", str(self.model), "--port", str(self.port), *self.arguments]
-        environment = {**os.environ, **self.environment}
+        environment = {**os.environ, "OMP_NUM_THREADS": _threads(), **self.environment}
         if self.probe:
             environment["GLM53_PROBE_DIR"] = str(self.folder)
             path = [str(_probe_on_path(self.folder)), environment.get("PYTHONPATH", "")]
@@ -299,6 +319,12 @@ class Recording:
         return self.tensor("attend", layer, who)[:, 0] == DENSE
 
 
+def _threads() -> str:
+    """Threads of a server: its share of the cores, where several test processes start one."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return str(max(1, len(os.sched_getaffinity(0)) // processes))
+
+
 def _answer(rid: str, prompt: list[int], reply: dict[str, Any]) -> Answer:
     meta = reply["meta_info"]
     tokens = reply["output_ids"]
@@ -334,27 +360,53 @@ class ServerPool:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.current: tuple[Any, Server] | None = None
+        self.ending: Server | None = None
         self._started = 0
+
+    def running(self, model: Path, *arguments: str, **environment: str) -> Server | None:
+        """The running server if it is this one."""
+        key = (model, arguments, tuple(sorted(environment.items())))
+        if self.current is None or self.current[0] != key:
+            return None
+        return self.current[1] if self.current[1].process.poll() is None else None
 
     def get(self, model: Path, *arguments: str, **environment: str) -> Server:
         """The running server if it is the same, else a new one."""
-        key = (model, arguments, tuple(sorted(environment.items())))
-        if self.current is not None:
-            if self.current[0] == key and self.current[1].process.poll() is None:
-                return self.current[1]
-            self.close()
+        running = self.running(model, *arguments, **environment)
+        if running is not None:
+            return running
+        self.dismiss()
         self._started += 1
         server = Server(
-            model, arguments, self.root / f"server{self._started}", environment=environment
-        ).start()
-        self.current = (key, server)
+            model,
+            (*arguments, *QUIET),
+            self.root / f"server{self._started}",
+            environment=environment,
+        )
+        server.start()
+        self.current = ((model, arguments, tuple(sorted(environment.items()))), server)
+        self.see_off()
         return server
 
-    def close(self) -> None:
-        """Stops the server that runs; its exit code must be 0."""
+    def dismiss(self) -> None:
+        """Ask the server that runs to end, without waiting: the next one starts meanwhile."""
+        self.see_off()
         if self.current is None:
             return
         server, self.current = self.current[1], None
-        died = server.process.poll() is not None
+        assert server.process.poll() is None, f"the server died\n{server.tail()}"
+        server.process.send_signal(signal.SIGTERM)
+        self.ending = server
+
+    def see_off(self) -> None:
+        """Wait for the server that was asked to end; its exit code must be 0."""
+        if self.ending is None:
+            return
+        server, self.ending = self.ending, None
         code = server.stop()
-        assert code == 0 and not died, f"the server ended with {code}\n{server.tail()}"
+        assert code == 0, f"the server ended with {code}\n{server.tail()}"
+
+    def close(self) -> None:
+        """Stop what runs; its exit code must be 0."""
+        self.dismiss()
+        self.see_off()

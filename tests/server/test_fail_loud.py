@@ -76,15 +76,16 @@ def copy_ours(overlay: Path) -> Path:
 
 
 def mirror_sglang(overlay: Path) -> Path:
-    """The installed SGLang as a tree of links in the overlay, whose files can be replaced."""
+    """The installed SGLang as a tree of links in the overlay, whose files can be replaced.
+
+    Its byte code is linked too, or each process of the server would compile all of SGLang.
+    """
     import importlib.util
 
     spec = importlib.util.find_spec("sglang")
     assert spec is not None and spec.origin is not None
     source, mirror = Path(spec.origin).parent, overlay / "sglang"
     for folder, _, files in os.walk(source):
-        if "__pycache__" in folder:
-            continue
         target = mirror / Path(folder).relative_to(source)
         target.mkdir()
         for file in files:

@@ -16,16 +16,15 @@ import requests
 import torch
 
 from .comparing import NEAR_TIE, TOLERANCE, largest_difference, settled_prompt
-from .conftest import FLOAT32
+from .conftest import FLOAT32, RETURNED
 from .harness import Server, ServerPool
+from .test_parallel import NEW, SEEDS
 
 if TYPE_CHECKING:
     from reference.hf import Reference
 
 pytestmark = pytest.mark.server
 
-LENGTHS = (1, 65, 200, 700)
-NEW = 32  # as in test_parallel: the plain runs are the same
 RANKS = {
     "pipeline": ("--pp-size", "2"),
     "experts": ("--tp-size", "2", "--ep-size", "2"),
@@ -39,10 +38,16 @@ RANKS = {
 @pytest.fixture
 def prompts(tiny_checkpoint: Callable[..., Path], reference: Callable) -> list[list[int]]:
     model = reference(tiny_checkpoint())
-    return [settled_prompt(model, length, NEW, seed=2000 + length) for length in LENGTHS]
+    return [settled_prompt(model, length, NEW, seed) for length, seed in SEEDS.items()]
 
 
-@pytest.mark.parametrize("arguments", RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(arguments, marks=pytest.mark.server(f"ranks {name}"), id=name)
+        for name, arguments in RANKS.items()
+    ],
+)
 def test_as_one_rank_computes_it(
     arguments: tuple[str, ...],
     servers: ServerPool,
@@ -67,8 +72,6 @@ def test_as_one_rank_computes_it(
 
 # --- what comes back beside the tokens ---------------------------------------------------------
 
-RETURNED = ("--enable-return-hidden-states", "--enable-return-routed-experts")
-
 
 @pytest.fixture
 def server(servers: ServerPool, tiny_checkpoint: Callable[..., Path]) -> Server:
@@ -84,6 +87,7 @@ def ask(server: Server, prompt: list[int], **fields: Any) -> dict[str, Any]:
     return reply.json()
 
 
+@pytest.mark.server("returned")
 def test_hidden_states_in_the_answer(
     server: Server, tiny_checkpoint: Callable[..., Path], reference: Callable
 ) -> None:
@@ -101,6 +105,7 @@ def test_hidden_states_in_the_answer(
     assert worst <= TOLERANCE
 
 
+@pytest.mark.server("returned")
 def test_routed_experts_in_the_answer(
     server: Server, tiny_checkpoint: Callable[..., Path], reference: Callable
 ) -> None:
@@ -161,6 +166,7 @@ def update(server: Server, folder: Path) -> None:
     assert reply.status_code == 200 and reply.json()["success"], reply.text
 
 
+@pytest.mark.server("returned")
 def test_weights_from_disk(
     server: Server, tiny_checkpoint: Callable[..., Path], reference: Callable, put_back: None
 ) -> None:
@@ -168,7 +174,7 @@ def test_weights_from_disk(
     for folder in (tiny_checkpoint(), tiny_checkpoint(seed=1), tiny_checkpoint()):
         update(server, folder)
         model = reference(folder)
-        prompt = settled_prompt(model, 200, NEW, seed=2300)
+        prompt = settled_prompt(model, 200, NEW, seed=12_300)
         (answer,) = server.generate([prompt], NEW)
         trace = model.trace(answer.sequence)
         assert answer.tokens == model.generate(prompt, NEW)
@@ -176,6 +182,7 @@ def test_weights_from_disk(
         assert worst <= TOLERANCE, f"{folder}: {worst:.2e}"
 
 
+@pytest.mark.server("returned")
 def test_weights_from_memory(
     server: Server, tiny_checkpoint: Callable[..., Path], reference: Callable, put_back: None
 ) -> None:

@@ -16,7 +16,8 @@ from .harness import Answer, Server, ServerPool
 
 pytestmark = pytest.mark.server
 
-LENGTHS = (1, 63, 64, 65, 200, 700)
+SEEDS = {1: 1, 63: 63, 64: 64, 65: 65, 200: 200, 700: 10_700}  # of a settled prompt a length
+LENGTHS = tuple(SEEDS)
 NEW = 32
 
 
@@ -42,7 +43,7 @@ def oracle(
 def prompts(tiny_checkpoint: Callable[..., Path], reference: Callable) -> list[list[int]]:
     """One random prompt a length."""
     model = reference(tiny_checkpoint())
-    return [settled_prompt(model, length, NEW, seed=length) for length in LENGTHS]
+    return [settled_prompt(model, length, NEW, seed) for length, seed in SEEDS.items()]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,7 @@ def held(
     return make
 
 
+@pytest.mark.server("plain")
 def test_whole_prefill(held: Callable[..., Held], prompts: list[list[int]]) -> None:
     """Each prompt prefilled at once, from an empty cache."""
     run = held()
@@ -95,6 +97,7 @@ def test_whole_prefill(held: Callable[..., Held], prompts: list[list[int]]) -> N
     run.tally.check()
 
 
+@pytest.mark.server("plain")
 def test_prefix_cache_hit(held: Callable[..., Held], prompts: list[list[int]]) -> None:
     """The same prompt again: full pages come from the cache, the rest is computed."""
     run = held()
@@ -110,11 +113,12 @@ def test_prefix_cache_hit(held: Callable[..., Held], prompts: list[list[int]]) -
     run.tally.check()
 
 
+@pytest.mark.server("plain")
 def test_hit_inside_a_longer_sequence(held: Callable[..., Held], prompts: list[list[int]]) -> None:
     """A prompt that shares its first 320 tokens with a cached one and then differs."""
     run = held()
     shared = prompts[LENGTHS.index(700)]
-    branch = settled_prompt(run.model, 200, NEW, seed=320, start=shared[:320])
+    branch = settled_prompt(run.model, 200, NEW, seed=20_320, start=shared[:320])
     run.server.flush()
     run.server.generate([shared], NEW)
     (answer,) = run.server.generate([branch], NEW, logprob_start=320)
@@ -123,6 +127,7 @@ def test_hit_inside_a_longer_sequence(held: Callable[..., Held], prompts: list[l
     run.tally.check()
 
 
+@pytest.mark.server("plain")
 def test_two_prompts_in_a_batch(held: Callable[..., Held], prompts: list[list[int]]) -> None:
     """Two different prompts prefilled and decoded together."""
     run = held()
@@ -134,6 +139,7 @@ def test_two_prompts_in_a_batch(held: Callable[..., Held], prompts: list[list[in
     run.tally.check()
 
 
+@pytest.mark.server("plain")
 def test_after_a_flush(held: Callable[..., Held], prompts: list[list[int]]) -> None:
     """Slots written by other requests, then flushed, leave no trace."""
     run = held()
@@ -151,6 +157,7 @@ def test_after_a_flush(held: Callable[..., Held], prompts: list[list[int]]) -> N
 CHUNKS = ("--chunked-prefill-size", "64", "--enable-return-indexer-topk")
 
 
+@pytest.mark.server("chunks")
 def test_chunks_of_64(held: Callable[..., Held], prompts: list[list[int]]) -> None:
     """Prompts prefilled in chunks of 64 tokens."""
     run = held(*CHUNKS)
@@ -161,6 +168,7 @@ def test_chunks_of_64(held: Callable[..., Held], prompts: list[list[int]]) -> No
     run.tally.check()
 
 
+@pytest.mark.server("chunks")
 def test_indexer_topk_in_the_answer(
     held: Callable[..., Held], prompts: list[list[int]], oracle: Callable
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from .harness import Server
 
-pytestmark = pytest.mark.server
+pytestmark = pytest.mark.server("llama")
 
 VOCABULARY = 512
 

@@ -14,7 +14,7 @@ from .test_eagle import eagle_arguments
 
 pytestmark = pytest.mark.server
 
-LENGTHS = (1, 65, 200, 700)
+SEEDS = {1: 2001, 65: 2065, 200: 2200, 700: 22_700}  # of a settled prompt a length
 NEW = 32
 TP = ("--tp", "2")
 DP = (*TP, "--dp", "2", "--enable-dp-attention")
@@ -23,8 +23,15 @@ EAGLE = eagle_arguments(3, 4)
 
 @pytest.mark.parametrize(
     "arguments",
-    [TP, (*TP, *EAGLE), DP, (*DP, *EAGLE)],
-    ids=["tp2", "tp2-eagle", "tp2-dp2", "tp2-dp2-eagle"],
+    [
+        pytest.param(arguments, marks=pytest.mark.server(f"ranks {name}"), id=name)
+        for name, arguments in {
+            "tp2": TP,
+            "tp2-eagle": (*TP, *EAGLE),
+            "tp2-dp2": DP,
+            "tp2-dp2-eagle": (*DP, *EAGLE),
+        }.items()
+    ],
 )
 def test_two_processes(
     arguments: tuple[str, ...],
@@ -35,7 +42,7 @@ def test_two_processes(
 ) -> None:
     """Same tokens, log-probabilities within 1e-5; alone and several prompts at once."""
     model = reference(tiny_checkpoint())
-    prompts = [settled_prompt(model, length, NEW, seed=2000 + length) for length in LENGTHS]
+    prompts = [settled_prompt(model, length, NEW, seed) for length, seed in SEEDS.items()]
     expected, _ = plain_runs(prompts, NEW)
     server = servers.get(tiny_checkpoint(), *FLOAT32, *arguments)
     server.flush()

@@ -22,9 +22,13 @@ from .test_eagle import eagle_arguments
 pytestmark = pytest.mark.server
 
 SETTINGS = {"plain": (), "eagle": eagle_arguments(3, 4)}
+SERVERS = {"plain": "plain", "eagle": "eagle 3-1-4-share1"}  # those of test_oracle and test_eagle
+PARAMETERS = [
+    pytest.param(name, marks=pytest.mark.server(server)) for name, server in SERVERS.items()
+]
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(scope="module", params=PARAMETERS)
 def server(
     request: pytest.FixtureRequest, servers: ServerPool, tiny_checkpoint: Callable[..., Path]
 ) -> Server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -344,24 +345,12 @@ def test_the_arguments_of_the_works() -> None:
 
 def test_the_arguments_are_sglangs() -> None:
     """Its own parser takes every one of them."""
-    pytest.importorskip("sglang")
-    program = (
-        "import argparse, json, sys\n"
-        "from sglang.srt.server_args import ServerArgs\n"
-        "parser = argparse.ArgumentParser()\n"
-        "ServerArgs.add_cli_args(parser)\n"
-        "for arguments in json.load(sys.stdin): parser.parse_args(arguments)\n"
-        "print('taken')\n"
-    )
-    arguments = [job.spec["arguments"] for job in planned(Options())]
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        input=json.dumps(arguments),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
-    )
-    assert done.stdout.splitlines()[-1:] == ["taken"], done.stderr[-2000:]
+    ServerArgs = pytest.importorskip("sglang.srt.server_args").ServerArgs  # noqa: N806
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    for job in planned(Options()):
+        _, unknown = parser.parse_known_args(job.spec["arguments"])
+        assert not unknown
 
 
 def test_a_user_own_memory_fraction_is_kept() -> None:
