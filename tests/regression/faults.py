@@ -189,7 +189,7 @@ class Faults:
             slots, pool = row[:length].long(), self.draft.token_to_kv_pool
             layer = pool.start_layer
             state = {
-                "latents": pool.get_key_buffer(layer)[slots].flatten(1).float(),
+                "latents": pool.latent_rows(layer, slots),
                 "keys": pool.get_index_k(layer, slots).float(),
             }
             part = self.folder / f"{req.rid}.part"
