@@ -90,18 +90,30 @@ def compare(
     for together in zip(*ranks, strict=True):
         kind = pass_kind(together)
         rows = _rows(together, topology, kind)
-        longest = max(each["longest"] for each in together)
-        form = "absorbed"
-        if kind in ("prefill", "draft-prefill") and longest <= config.index_topk:
-            form = "expanded"
-        key = (kind, rows, form)
-        one = found.setdefault(key, Compared(kind, rows.by_rank, form))
-        for each in together:
+        forms = tuple(_form(each, config) for each in together)
+        key = (kind, rows, forms)
+        shown = "expanded" if "expanded" in forms else "absorbed"
+        one = found.setdefault(key, Compared(kind, rows.by_rank, shown))
+        for each, form in zip(together, forms, strict=True):
             _add(one.collectives, _collectives(each, config, topology, kind, rows))
             if each["mode"] != IDLE or each["rows"]:
                 _add(one.products, _products(each, config, topology, kind, rows, form))
         one.times += 1
     return list(found.values())
+
+
+def _form(each: dict[str, Any], config: Glm53Config) -> str:
+    """Form of attention on a rank: dense while a prefill is short, else over a selection."""
+    extends = each["mode"] == "EXTEND"
+    return "expanded" if extends and each["longest"] <= config.index_topk else "absorbed"
+
+
+# Passes that ranks of different attention groups run together: what both are to the ranks.
+TOGETHER: dict[frozenset[Pass], Pass] = {
+    frozenset(("prefill", "decode")): "prefill",
+    frozenset(("prefill", "verify")): "prefill",
+    frozenset(("draft-prefill", "draft-extend")): "draft-prefill",
+}
 
 
 def pass_kind(together: Sequence[dict[str, Any]]) -> Pass:
@@ -111,6 +123,8 @@ def pass_kind(together: Sequence[dict[str, Any]]) -> Pass:
         Glm53Error: a mode that the ledger does not count, or ranks in different passes.
     """
     kinds = {_kind(each) for each in together if each["mode"] != IDLE}
+    if frozenset(kinds) in TOGETHER:
+        return TOGETHER[frozenset(kinds)]
     if len(kinds) != 1:
         modes = sorted({f"{each['model']} {each['mode']}" for each in together})
         raise Glm53Error(f"the ledger has no pass in which ranks run {', '.join(modes)}")
@@ -181,11 +195,12 @@ def _products(
         scored=0,
         attended=0,
         form=form,  # type: ignore[arg-type]
-        seeds=kind == "draft-prefill",
+        seeds="NextN" in each["model"],
     )
     counted: Counter[tuple[str, tuple[int, int, int]]] = Counter()
     names: dict[str, str] = {}
-    for layer_kind, count in _layers(config, kind).items():
+    own = kind if each["mode"] == IDLE else _kind(each)
+    for layer_kind, count in _layers(config, own).items():
         for operator in operators.layer_operators(config, topology, layer_kind, shape):  # type: ignore[arg-type]
             for module in operator.modules:
                 names[module] = operator.name

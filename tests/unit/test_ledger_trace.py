@@ -192,6 +192,26 @@ def test_an_idle_rank_takes_the_pass_from_the_others() -> None:
     assert found.kind == "decode" and not sent(found)
 
 
+def test_ranks_of_different_groups_may_prefill_and_decode_together() -> None:
+    """They move their rows as in a prefill."""
+    busy = recorded(DP2, "decode", (5, 1))
+    moved = [row for row in collectives(CONFIG, DP2, "prefill", Rows((5, 1), (1, 1)))]
+    sent_ = [
+        {
+            "kind": row.kind,
+            "ranks": [0, 1],
+            "shape": list(row.shape),
+            "dtype": "bfloat16",
+            "bytes": row.bytes.value,
+        }
+        for row in moved
+        for _ in range(row.count)
+    ]
+    both = {**busy, "collectives": sent_, "logits_by_rank": [1, 1]}
+    (found,) = compare([[{**both, "mode": "EXTEND"}], [{**both, "rank": 1}]], CONFIG, DP2)
+    assert (found.kind, found.rows) == ("prefill", (5, 1)) and not sent(found)
+
+
 def test_recordings_that_make_no_sense_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(Glm53Error, match="no pass was recorded"):
         read(tmp_path)
