@@ -77,7 +77,10 @@ def main() -> None:
 
 def gathered_by_sglang(layout: PageLayout) -> None:
     """SGLang's gather of index keys, over the view of a layer that the pool gives it."""
-    from sglang.kernels.ops.kvcache.dsa_index_k_cache import _get_k_and_s_triton
+    try:
+        from sglang.kernels.ops.kvcache.dsa_index_k_cache import _get_k_and_s_triton
+    except ImportError:  # 0.5.22
+        from sglang.kernels.ops.attention.dsa.index_buf_accessor import _get_k_and_s_triton
 
     arena = Arena(layout, bytes_of(PAGES * layout.page_bytes))
     keys = arena.index_keys(2, torch.uint8)
