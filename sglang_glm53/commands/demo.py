@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from sglang_glm53 import miniature
@@ -18,6 +21,7 @@ from sglang_glm53.errors import Glm53Error
 from sglang_glm53.features import HOPPER
 
 HOST = "127.0.0.1"
+HELLO = "Hello, who are you?"  # what a checkpoint with random weights can answer
 SERVE_FLAGS = ("--reasoning-parser", "glm45", "--tool-call-parser", "glm47")
 # The log interval is that of the accept length's statistics too: an answer here is a few steps.
 MTP_FLAGS = (
@@ -121,25 +125,59 @@ def show(server: Server, args: argparse.Namespace) -> None:
     from sglang_glm53.status import read_status
 
     talk = Talk(server.url, args.max_tokens, timeout=max(args.timeout, 60))
-    replies = talk.question(args.question or SUM)
-    if args.question is None:
+    learned = args.model is not None or miniature.shipped()
+    replies = talk.question(args.question or (SUM if learned else HELLO))
+    if args.question is None and learned:
         replies += talk.with_a_tool()
     say()
     row("speed", speed(replies))
     say()
     say(table(read_status(server.url)))
-    if args.question is None and args.model is None:
+    if args.question is None and args.model is None and learned:
         check(replies)
 
 
 def checkpoint(args: argparse.Namespace) -> Path:
     """The folder to serve: the one that was named, or the miniature, in FP8 where asked for."""
     if args.model is None:
+        if not miniature.shipped():
+            say("this version carries no trained miniature yet: random weights serve instead")
+            return tiny_checkpoint(args.fp8)
         return fp8_miniature() if args.fp8 else miniature.folder()
     model = args.model.expanduser()
     if not (model / "config.json").is_file():
         raise Glm53Error(f"{model} holds no config.json; name a checkpoint's folder with --model")
     return model
+
+
+def tiny_checkpoint(fp8: bool) -> Path:
+    """A checkpoint of `glm53 tiny` with its default sizes, made if the cache does not hold it."""
+    from sglang_glm53.tiny import TinyOptions, make_checkpoint
+
+    # A new version of the generator gets a folder of its own.
+    source = Path(__file__).parent.parent / "tiny"
+    digest = hashlib.sha256(repr(TinyOptions(fp8=fp8)).encode())
+    for file in sorted([*source.glob("*.py"), *source.glob("*.jinja")]):
+        digest.update(file.read_bytes())
+    folder = cache_folder() / f"tiny-{digest.hexdigest()[:12]}"
+    if (folder / "config.json").is_file():
+        return folder
+    say(f"making it in {folder}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
+            made = make_checkpoint(Path(scratch) / "tiny", fp8=fp8)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(made, folder)  # all of it or nothing
+    except (OSError, Glm53Error) as error:
+        cause = error.__cause__ if isinstance(error, Glm53Error) else error
+        if not isinstance(cause, OSError):
+            raise
+        raise Glm53Error(
+            f"cannot write to {folder.parent}: {cause.strerror or cause}; "
+            "set XDG_CACHE_HOME to another folder"
+        ) from error
+    return folder
 
 
 def fp8_miniature() -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from sglang_glm53.errors import Glm53Error
 from sglang_glm53.miniature.fp8 import derive
 
-__all__ = ["FILES", "derive_fp8", "folder"]
+__all__ = ["FILES", "derive_fp8", "folder", "shipped"]
 
 FILES = (
     "config.json",
@@ -21,6 +21,11 @@ FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+
+
+def shipped() -> bool:
+    """Whether this version carries the trained weights at all."""
+    return (Path(__file__).resolve().parent / "model.safetensors").exists()
 
 
 def folder() -> Path:

@@ -22,8 +22,10 @@ def miniature() -> Path:
     given = os.environ.get("GLM53_REGRESSION_CHECKPOINT")
     if given:
         return Path(given)
-    from sglang_glm53.miniature import folder
+    from sglang_glm53.miniature import folder, shipped
 
+    if not shipped():
+        pytest.skip("this version carries no trained miniature yet")
     return folder()
 
 

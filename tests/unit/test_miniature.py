@@ -28,6 +28,8 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def shipped() -> Path:
+    if not miniature.shipped():
+        pytest.skip("this version carries no trained miniature yet")
     return miniature.folder()
 
 
