@@ -40,8 +40,8 @@ def server_block(scheduler: Any) -> dict[str, Any]:
         package, sglang: versions. serving: "ours", "stock" or "other model". model, draft, pool,
         draft_pool, backend, draft_backend: qualified class names, or None. layout: the pool's
         layout. pages: how its pages lie, in words. attention: the kernels of SGLang's DSA backend
-        by their option names, or None. device, dtype: served. stood_down: [{feature, reason, advice}]. error: what
-        GLM53_ON_ERROR=stock let pass, or None.
+        by their option names, or None. device, dtype: served. stood_down: [{feature, reason,
+        advice}]. error: what GLM53_ON_ERROR=stock let pass, or None.
     """
     runner = scheduler.tp_worker.model_runner
     draft = _draft_runner(scheduler)
