@@ -33,9 +33,13 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     return make
 
 
-# Tests that name these servers (`pytest.mark.server(name)`) run in one process, in this order, each
-# server started once. The first of a line is what the others' answers are compared with. Servers
-# that are not here are alone; where tests run in several processes, any takes them.
+# Where tests run in several processes, one takes all that name the same server
+# (`pytest.mark.server(name)`), or all of a file that name none. A test that names the server ALONE
+# has one of its own, and any process takes it.
+ALONE = "alone"
+
+# These are taken by one process a line, in this order. The first of a line is what the others'
+# answers are compared with.
 SHARED = (
     (
         *("plain", "eagle 3-1-4-share1", "eagle 1-1-2-share1", "eagle 5-1-6-share1"),
@@ -65,11 +69,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
     for item in items:
         name = _server_of(item)
-        if name is not None:
+        if name not in (None, ALONE):
             group = SHARED[place[name][0]][0] if name in place else name
             item.add_marker(pytest.mark.xdist_group(group))
 
 
 def _server_of(item: pytest.Item) -> str | None:
+    """The server that a test names, or its file; None for a test without a server."""
     marker = item.get_closest_marker("server")
-    return marker.args[0] if marker is not None and marker.args else None
+    if marker is None:
+        return None
+    return marker.args[0] if marker.args else item.path.stem

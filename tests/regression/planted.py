@@ -48,11 +48,11 @@ def recall(bench: Bench) -> list[Check]:
 def recall_again(bench: Bench) -> list[Check]:
     """Prompts of 1,024 tokens, asked once more after others have taken their slots."""
     room = m.capacity(bench.server)
-    haystacks = make_haystacks(bench.tasks, Plan(room // 1024 + 5, 0, (1024,)), SEED + 2)
-    asked: list[Haystack] = haystacks[:5]
+    haystacks = make_haystacks(bench.tasks, Plan(room // 1024 + 4, 0, (1024,)), SEED + 2)
+    asked: list[Haystack] = haystacks[:4]
     bench.server.flush()
     first, _ = m.recall(bench.server, [haystack[0] for haystack in asked])
-    m.recall(bench.server, [haystack[0] for haystack in haystacks[5:]])
+    m.recall(bench.server, [haystack[0] for haystack in haystacks[4:]])
     again = m.recall_after_eviction(bench.server, asked)
     return [*checks.recall("first asked", first), *checks.recall("recall after eviction", again)]
 

@@ -22,12 +22,14 @@ MTP = (
     *("--speculative-eagle-topk", "1"),
     *("--speculative-num-draft-tokens", "6"),
 )
-WHOLE = ("--chunked-prefill-size", "8256")  # no prompt is longer
-# Attention ranks share it out.
-WHOLE_OF_TWO = ("--chunked-prefill-size", "16512")
-CHUNKS = ("--chunked-prefill-size", "2048")
+# Both are said: SGLang would size the cache by the chunk and the machine's memory.
+MEMORY = ("--mem-fraction-static", "0.5", "--max-total-tokens")
+CACHE = (*MEMORY, "18560")  # two prompts of the longest context
 # One prompt of the longest context and little else: whatever comes next pushes it out.
-SMALL_CACHE = ("--max-total-tokens", "9280")
+SMALL_CACHE = (*MEMORY, "9280")
+WHOLE = ("--chunked-prefill-size", "8256")  # no prompt is longer
+CHUNKS = ("--chunked-prefill-size", "2048")
+CHUNKS_OF_TWO = ("--chunked-prefill-size", "8192")  # attention ranks share it out
 DENSE_TOPK = 8448  # no prompt is longer: attention is dense
 TP = ("--tp-size", "2")
 DP = (*TP, "--dp-size", "2", "--enable-dp-attention")
@@ -62,7 +64,7 @@ class Setting:
     @property
     def evicts(self) -> bool:
         """Whether the cache is so small that prompts push each other out."""
-        return SMALL_CACHE[0] in self.arguments
+        return SMALL_CACHE[-1] in self.arguments
 
     @property
     def retracts(self) -> bool:
@@ -94,24 +96,24 @@ WITH_MTP = Setting(
     (*WHOLE, *SMALL_CACHE, *MTP, *PARSERS),
     RETRACT,
 )
-WHOLE_PLAIN = Setting("whole", "whole prefill, hits, no MTP", (*WHOLE, *PARSERS))
+WHOLE_PLAIN = Setting("whole", "whole prefill, hits, no MTP", (*WHOLE, *CACHE, *PARSERS))
 DENSE = Setting(
     "dense",
     "whole prefill, dense attention",
-    (*WHOLE, "--json-model-override-args", json.dumps({"index_topk": DENSE_TOPK})),
+    (*WHOLE, *CACHE, "--json-model-override-args", json.dumps({"index_topk": DENSE_TOPK})),
 )
 # SGLang's top-k kernels select 2,048 at most; its dense prefill takes any length it is told to.
 DENSE_ON_GPU = Setting(
     "dense",
     "whole prefill, dense attention",
-    WHOLE,
+    (*WHOLE, *CACHE),
     (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "16384"),),
 )
-TP_2 = Setting("tp2", "TP 2, chunks of 2,048", (*TP, *CHUNKS, *PARSERS), gpus=2)
-TP_2_MTP = Setting("tp2-mtp", "TP 2, MTP 5-1-6", (*TP, *WHOLE, *MTP, *PARSERS), gpus=2)
-DP_2 = Setting("dp2", "attention DP 2", (*DP, *WHOLE_OF_TWO, *PARSERS), gpus=2)
+TP_2 = Setting("tp2", "TP 2, chunks of 2,048", (*TP, *CHUNKS, *CACHE), gpus=2)
+TP_2_MTP = Setting("tp2-mtp", "TP 2, MTP 5-1-6", (*TP, *WHOLE, *CACHE, *MTP), gpus=2)
+DP_2 = Setting("dp2", "attention DP 2", (*DP, *CHUNKS_OF_TWO, *CACHE), gpus=2)
 DP_2_MTP = Setting(
-    "dp2-mtp", "attention DP 2, MTP 5-1-6", (*DP, *WHOLE_OF_TWO, *MTP, *PARSERS), gpus=2
+    "dp2-mtp", "attention DP 2, MTP 5-1-6", (*DP, *CHUNKS_OF_TWO, *CACHE, *MTP), gpus=2
 )
 SETTINGS = (PLAIN, WITH_MTP, WHOLE_PLAIN, DENSE, TP_2, TP_2_MTP, DP_2, DP_2_MTP)
 # A captured decode graph each for one request and for up to eight; several servers share a GPU.
@@ -147,7 +149,7 @@ def amount(prompts: int) -> Amount:
     """
     if prompts <= 10:
         plan = Plan(haystacks=max(2, -(-prompts // 5)), hits=4)
-        return Amount(plan, again=1, selected=2, copies=3, chats=8)
+        return Amount(plan, again=1, selected=1, copies=3, chats=8)
     plan = Plan(haystacks=prompts, hits=1)
     fifth, third = -(-prompts // 5), -(-prompts // 3)
     return Amount(plan, again=fifth, selected=min(third, 24), copies=12, chats=60, full=True)

@@ -31,7 +31,8 @@ def test_two_processes(
     server, _ = start(setting)
     haystacks = make_haystacks(tasks, plan_for(setting, amount), SEED)
     prefilled, hits = m.recall_with_hits(server, haystacks, ranks=setting.ranks)
-    copies = m.copying(server, m.passages(tasks, 4, COPY_LENGTH, SEED), together=True)
+    count = amount.copies if amount.full else 2
+    copies = m.copying(server, m.passages(tasks, count, COPY_LENGTH, SEED), together=True)
     if setting.ranks > 1:
         assert prefilled.ranks == copies.ranks == set(range(setting.ranks))
     print(f"{setting.name}: {prefilled.as_json()}\nhits {hits.as_json()}\n{copies.as_json()}")

@@ -17,10 +17,10 @@ import sglang_glm53
 from sglang_glm53.compat import SUPPORTED
 
 from .conftest import FLOAT32
-from .harness import Server, free_port
+from .harness import START, Server, free_port, on_path
 from .test_eagle import eagle_arguments
 
-pytestmark = pytest.mark.server
+pytestmark = pytest.mark.server("alone")
 
 OURS = "sglang_glm53.models.glm_moe_dsa.GlmMoeDsaForCausalLM"
 
@@ -49,7 +49,7 @@ def run_to_its_end(model: Path, *arguments: str, **environment: str) -> Ended:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=400,
-        env={**os.environ, **environment},
+        env=on_path({**os.environ, **environment}, START),
         start_new_session=True,
     )
     assert "Uvicorn running" not in done.stdout, "it serves"

@@ -219,6 +219,7 @@ def _check_bf16(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert ours.max() <= 1.5 * theirs.max()
 
 
+@pytest.mark.server("alone")
 def test_bf16_with_the_real_cache_format(
     servers: ServerPool,
     tiny_checkpoint: Callable[..., Path],
@@ -243,6 +244,7 @@ def test_bf16_with_the_real_cache_format(
     )
 
 
+@pytest.mark.server("alone")
 def test_fp8_checkpoint_in_bf16(
     servers: ServerPool,
     tiny_checkpoint: Callable[..., Path],

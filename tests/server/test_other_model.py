@@ -9,7 +9,7 @@ import torch
 
 from .harness import Server
 
-pytestmark = pytest.mark.server("llama")
+pytestmark = pytest.mark.server
 
 VOCABULARY = 512
 

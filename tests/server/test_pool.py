@@ -151,7 +151,6 @@ def test_both_keep_the_same(runs: dict[str, Run]) -> None:
 def test_no_page_is_lost(runs: dict[str, Run]) -> None:
     for run in runs.values():
         assert run.free_then == run.free
-        assert "Retract requests" in run.log, "nothing was retracted"
 
 
 # A soak, and the hierarchical cache

@@ -143,6 +143,7 @@ def test_32_concurrent_streams(server: Server, vocabulary: int) -> None:
     assert server.flush() == free
 
 
+@pytest.mark.server("alone")
 def test_sigterm_and_kill_free_the_port(
     servers: ServerPool, tiny_checkpoint: Callable[..., Path], vocabulary: int, tmp_path: Path
 ) -> None:
