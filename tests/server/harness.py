@@ -27,6 +27,8 @@ STOP_SECONDS = 60
 FIRST_PORT, PORTS, WORKERS = 20_000, 3_000, 4
 PORTS_ABOVE = 600  # that a server opens above the one that it is given
 
+START = Path(__file__).parent / "start"  # what Python reads first in a server's processes
+
 # A scheduler that waits otherwise asks for work in a loop, which takes a core from the others.
 QUIET = ("--sleep-on-idle",)
 
@@ -107,10 +109,10 @@ class Server:
         command = [str(Path(sys.executable).parent / "sglang"), "serve"]
         command += ["--model-path", str(self.model), "--port", str(self.port), *self.arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": _threads(), **self.environment}
+        environment = on_path(environment, START)
         if self.probe:
             environment["GLM53_PROBE_DIR"] = str(self.folder)
-            path = [str(_probe_on_path(self.folder)), environment.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+            environment = on_path(environment, _probe_on_path(self.folder))
         began = time.monotonic()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -317,6 +319,12 @@ class Recording:
         from .probe import DENSE
 
         return self.tensor("attend", layer, who)[:, 0] == DENSE
+
+
+def on_path(environment: dict[str, str], folder: Path) -> dict[str, str]:
+    """The environment with a folder in front of PYTHONPATH."""
+    path = os.pathsep.join(filter(None, (str(folder), environment.get("PYTHONPATH", ""))))
+    return {**environment, "PYTHONPATH": path}
 
 
 def _threads() -> str:
