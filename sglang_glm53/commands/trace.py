@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace, model: Path, steps: int, tokens: int) -> int:
     config, quantised = read_model(model)
     on_cpu = args.device == "cpu"
     form = "bf16" if on_cpu or not quantised else "fp8"
-    base = Topology(weights=form, kv="bf16" if on_cpu else "fp8")
+    base = Topology(weights=form, kv="bf16" if on_cpu else "fp8", device=args.device)
     topology = parse(args.topology, base)
     topology.check(config)
     Workload(context=1, prompt=1, steps=steps, tokens=tokens).check(config, topology)
