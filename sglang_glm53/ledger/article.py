@@ -460,7 +460,8 @@ class Claims:
             "form of attention in prefill",
             "expanded (MHA)",
             "expanded up to 2,048 tokens, absorbed and sparse beyond",
-            "SGLang's DSA backend decides by the longest request of the pass",
+            "SGLang's DSA backend decides by the longest request of the pass; where a prefill "
+            "graph replays it is always absorbed",
         )
         say(
             "the fused all-reduce and norm",

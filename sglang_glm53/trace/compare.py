@@ -90,7 +90,7 @@ def compare(
     for together in zip(*ranks, strict=True):
         kind = pass_kind(together)
         rows = _rows(together, topology, kind)
-        forms = tuple(_form(each, config) for each in together)
+        forms = tuple(_form(each, config, topology) for each in together)
         key = (kind, rows, forms)
         shown = "expanded" if "expanded" in forms else "absorbed"
         one = found.setdefault(key, Compared(kind, rows.by_rank, shown))
@@ -102,10 +102,15 @@ def compare(
     return list(found.values())
 
 
-def _form(each: dict[str, Any], config: Glm53Config) -> str:
-    """Form of attention on a rank: dense while a prefill is short, else over a selection."""
-    extends = each["mode"] == "EXTEND"
-    return "expanded" if extends and each["longest"] <= config.index_topk else "absorbed"
+def _form(each: dict[str, Any], config: Glm53Config, topology: Topology) -> str:
+    """Form of attention on a rank: dense while a prefill is short, else over a selection.
+
+    The backend decides: SGLang's goes by the pass alone (dsa_backend.py set_dsa_prefill_impl), the
+    one without a GPU keeps the draft's passes absorbed (backends/torch_dsa.py).
+    """
+    short = each["mode"] == "EXTEND" and each["longest"] <= config.index_topk
+    absorbed_draft = topology.device == "cpu" and "NextN" in each["model"]
+    return "expanded" if short and not absorbed_draft else "absorbed"
 
 
 # Passes that ranks of different attention groups run together: what both are to the ranks.

@@ -13,9 +13,6 @@ import pytest
 pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parents[2]
-OPEN = pytest.mark.xfail(
-    reason="the ledger counts expanded keys (kv_b) in the draft layer's prefill, which ran absorbed"
-)
 PLAIN = {"prefill", "decode"}
 MTP = {"prefill", "verify", "draft-prefill", "draft-extend", "draft"}
 
@@ -23,11 +20,7 @@ MTP = {"prefill", "verify", "draft-prefill", "draft-extend", "draft"}
 @pytest.mark.parametrize(
     ("topology", "mtp"),
     [
-        pytest.param(
-            topology,
-            mtp,
-            marks=[pytest.mark.server(f"trace {topology} {mtp}"), *([OPEN] if mtp else [])],
-        )
+        pytest.param(topology, mtp, marks=pytest.mark.server(f"trace {topology} {mtp}"))
         for topology, mtp in (
             ("tp=1", "3-1-4"),
             ("tp=2", None),

@@ -185,6 +185,24 @@ def test_matrix_products_are_compared_by_shape() -> None:
     assert sorted((row.counted, row.ran) for row in wide) == [(0, 1), (8, 7)]
 
 
+@pytest.mark.parametrize(
+    ("model", "device", "longest", "form"),
+    [
+        ("GlmModel", "cpu", 64, "expanded"),
+        ("GlmModel", "cpu", 65, "absorbed"),
+        ("GlmNextNModel", "cpu", 64, "absorbed"),
+        ("GlmNextNModel", "cuda", 64, "expanded"),
+    ],
+)
+def test_the_form_of_a_prefill_is_the_backends(
+    model: str, device: str, longest: int, form: str
+) -> None:
+    topology = Topology(weights="bf16", kv="bf16", device=device)
+    one = recorded(TP2, "decode", (3,), model=model, mode="EXTEND", longest=longest)
+    (found,) = compare([[one]], CONFIG, topology)
+    assert found.form == form
+
+
 def test_an_idle_rank_takes_the_pass_from_the_others() -> None:
     busy = recorded(DP2, "decode", (1, 0))
     idle = {**busy, "mode": "IDLE", "rank": 1}
