@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from sglang_glm53 import miniature
+from sglang_glm53.commands.chat import Reply
 from sglang_glm53.commands.server_process import Server, free_port, sglang_command
 from sglang_glm53.commands.status import table
 from sglang_glm53.commands.talk import SUM, Talk, check, row, say, speed
@@ -103,10 +104,12 @@ def run(args: argparse.Namespace) -> int:
         seconds = server.wait_ready(args.timeout, lambda s, doing: say(f"  {s:4.0f} s  {doing}"))
         say(f"ready after {seconds:.0f} s")
         try:
-            show(server, args)
+            replies = show(server, args)
         except Glm53Error:
             server.check_alive()  # a server that died is the better explanation
             raise
+        if args.question is None and args.model is None and miniature.shipped():
+            check(replies)
         keep = args.keep
     finally:
         if not keep:
@@ -116,12 +119,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def show(server: Server, args: argparse.Namespace) -> None:
-    """Talk, and print the rate and what served.
-
-    Raises:
-        Glm53Error: an answer of the miniature to our own questions makes no sense.
-    """
+def show(server: Server, args: argparse.Namespace) -> list[Reply]:
+    """Talk, and print the rate and what served; the replies, in order."""
     from sglang_glm53.status import read_status
 
     talk = Talk(server.url, args.max_tokens, timeout=max(args.timeout, 60))
@@ -133,8 +132,7 @@ def show(server: Server, args: argparse.Namespace) -> None:
     row("speed", speed(replies))
     say()
     say(table(read_status(server.url)))
-    if args.question is None and args.model is None and learned:
-        check(replies)
+    return replies
 
 
 def checkpoint(args: argparse.Namespace) -> Path:
