@@ -37,7 +37,7 @@ MATCHING = (2, 3, 4)  # layers that compare; 4 is the draft layer
 INDEX_LENGTH = 1.0  # of rotary pairs in index queries and keys
 BIAS_SPREAD = 0.3  # of the routers' correction biases, which are not trained
 EXCLUDED = -2.0  # bias of one expert a layer: scores lie in 0..1, so it is never chosen
-EXCLUDED_GAIN = 3.0  # of what that expert would write
+EXCLUDED_GAIN = 24.0  # of what that expert would write: 3 was lost in the trained residual stream
 CONTENT = slice(36, 48)  # entries of index keys that tell tokens apart (see `index_masks`)
 
 
