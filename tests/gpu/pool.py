@@ -15,6 +15,7 @@ Parts, in this order; each leaves OUT/pool-<part>*.json and is judged by itself 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -56,6 +57,9 @@ ENGINE: dict[str, Any] = {
     "hicache_write_policy": "write_through",
 }
 LENGTH, NEW, OTHERS, REPEATS = 6000, 96, 4, 3
+IDLE_S = 2.0  # without a request, before pages are counted
+# Milliseconds after which a client leaves: before, during and after its pages come back.
+LEAVES_AFTER = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 20.0, 40.0)
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,35 @@ def fill_and_come_back(engine: Any, prompts: Sequence[Sequence[int]]) -> dict[st
         last = ask(engine, first, 1)
         times["loaded"].append(last["seconds"])
         record.setdefault("hosts", []).append(last["host"])
+    record["left"] = []
+    for delay in LEAVES_AFTER:
+        for other in others:
+            ask(engine, other, 4)
+        record["left"].append(engine.loop.run_until_complete(leave(engine, first, delay)))
+    record["afterwards"] = ask(engine, first, NEW)
+    # SGLang's idle check ends the engine at a leaked page, before it can be emptied.
+    time.sleep(IDLE_S)
+    record["emptied"] = bool(engine.flush_cache().success)
+    record["anew"] = ask(engine, first, NEW)
     record["first_token_s"] = {name: sorted(values) for name, values in times.items()}
     return record
+
+
+async def leave(engine: Any, tokens: Sequence[int], delay: float) -> dict[str, Any]:
+    """A request that is aborted `delay` ms after it was sent: tokens it still gave, host hits."""
+    rid = f"leaves-{delay}"
+    sampling = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
+    answer = asyncio.ensure_future(
+        engine.async_generate(input_ids=list(tokens), sampling_params=sampling, rid=rid)
+    )
+    await asyncio.sleep(delay / 1e3)
+    engine.tokenizer_manager.abort_request(rid=rid)
+    try:
+        reply = await asyncio.wait_for(answer, 60)
+    except ValueError:  # aborted before it was scheduled
+        return {"ms": delay, "tokens": 0, "host": 0}
+    host = (reply["meta_info"].get("cached_tokens_details") or {}).get("host", 0)
+    return {"ms": delay, "tokens": len(reply["output_ids"]), "host": host}
 
 
 def run_one(run: Run, out: Path, args: Mapping[str, Any]) -> None:
@@ -219,6 +250,19 @@ def apart(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
     return worst
 
 
+def judge_leaving(name: str, record: Mapping[str, Any], promised: bool) -> Check:
+    """Requests that were aborted around their load-back: no page lost, answers as before."""
+    left, noise = record["left"], apart(record["resident"], record["again"])
+    early = [row for row in left if row["tokens"] < NEW]
+    worst = max(apart(record["cold"], record[when]) for when in ("afterwards", "anew"))
+    good = record["emptied"] and early and worst <= max(LOGPROB, noise)
+    detail = (
+        f"{len(early)} of {len(left)} ended early, {sum(row['host'] > 0 for row in left)} with "
+        f"pages from the host; cache emptied: {record['emptied']}; afterwards {worst:.1e}"
+    )
+    return Check(f"hicache {name}: clients that leave", bool(good) or not promised, detail)
+
+
 def judge_hicache(records: Mapping[str, Mapping[str, Any]]) -> list[Check]:
     """Each run by itself, and the time to the first token beside stock's."""
     checks = []
@@ -246,6 +290,7 @@ def judge_hicache(records: Mapping[str, Mapping[str, Any]]) -> list[Check]:
         near = near or abs(resident["verifies"] - loaded["verifies"]) <= 1
         detail = f"{lengths[0]:.2f} from the device, {lengths[1]:.2f} from the host"
         checks.append(Check(f"hicache {run.name}: accept length", near or not promised, detail))
+        checks.append(judge_leaving(run.name, record, promised))
     middle = {
         name: record["first_token_s"]["loaded"][REPEATS // 2]
         for name, record in records.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -205,18 +206,36 @@ def test_a_soak_loses_no_page(page_major: Callable[..., Server]) -> None:
     assert largest_difference(first, last) <= SAME
 
 
-def test_pages_come_back_from_the_host(page_major: Callable[..., Server]) -> None:
-    """Write, evict, load back: the answer, the accept length and the caches stay as they were."""
-    server = page_major(
+@pytest.fixture(scope="module")
+def hierarchical(
+    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A page-major server with a host tier four times its cache."""
+    server = serve(
+        tiny_checkpoint(),
+        tmp_path_factory.mktemp("host"),
+        "page",
         *("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-io-backend", "direct"),
         *("--hicache-write-policy", "write_through"),
     )
+    yield server
+    server.kill()
+
+
+def evict(server: Server, count: int = 12) -> None:
+    """Other prompts, by default three times what the device holds."""
+    for seed in range(count):
+        server.generate([random_prompt(500, 400, seed=100 + seed)], 4)
+
+
+def test_pages_come_back_from_the_host(hierarchical: Server) -> None:
+    """Write, evict, load back: the answer, the accept length and the caches stay as they were."""
+    server = hierarchical
     assert "to the host and back are the same bytes (target, draft 0" in server.log.read_text()
     prompt = random_prompt(500, 400, seed=3)
     (first,) = server.generate([prompt], NEW, logprob_start=len(prompt) - 1)
     (resident,) = server.generate([prompt], NEW, logprob_start=len(prompt) - 1)
-    for seed in range(12):  # three times what the device holds
-        server.generate([random_prompt(500, 400, seed=100 + seed)], 4)
+    evict(server)
     (loaded,) = server.generate([prompt], NEW, logprob_start=len(prompt) - 1)
     details = [answer.meta.get("cached_tokens_details") for answer in (resident, loaded)]
     print(f"cached: {first.cached}, {resident.cached}, {loaded.cached}; {details}")
@@ -230,3 +249,30 @@ def test_pages_come_back_from_the_host(page_major: Callable[..., Server]) -> Non
     for name, values in before.arrays.items():
         if name.split(".")[1:2] in (["latent"], ["index"]):
             assert np.array_equal(values[:kept], after.arrays[name][:kept]), name
+
+
+def test_clients_that_leave_while_pages_come_back(hierarchical: Server) -> None:
+    """Aborted at once, in the load-back's prefill, or after it: all pages come back, and the answer
+    from the host is the one from the device."""
+    server, prompt = hierarchical, random_prompt(500, 400, seed=4)
+    free = server.flush()
+    (resident,) = server.generate([prompt], NEW)
+    gave = []
+    with ThreadPoolExecutor() as pool:
+        for number, delay in enumerate((0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)):
+            evict(server, 4)  # as much as the device holds
+            rid = f"leaves-{number}"
+            body = {**server.request(prompt, 200, rid), "return_logprob": False}
+            reply = pool.submit(requests.post, server.url + "/generate", json=body, timeout=120)
+            time.sleep(delay)
+            requests.post(server.url + "/abort_request", json={"rid": rid}, timeout=30)
+            answer = reply.result()
+            gave.append(len(answer.json()["output_ids"]) if answer.status_code == 200 else 0)
+    print(f"tokens of the aborted: {gave}")
+    assert min(gave) < 200, "no abort came in time"
+    evict(server, 4)
+    (loaded,) = server.generate([prompt], NEW)
+    assert (loaded.meta.get("cached_tokens_details") or {}).get("host", 0) > 0
+    assert largest_difference(resident, loaded) <= SAME
+    settle(server)
+    assert server.flush() == free

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -89,8 +90,23 @@ def test_steps_are_read_from_a_report(tmp_path: Path) -> None:
 class Engine:
     """Answers from a cache that holds one prompt, and a host that keeps all."""
 
-    def __init__(self, host: bool = True) -> None:
+    def __init__(self, host: bool = True, empties: bool = True) -> None:
         self.host, self.seen, self.resident = host, set(), None
+        self.empties, self.left = empties, set()
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer_manager = self
+
+    async def async_generate(self, *, rid: str, **request: Any) -> dict[str, Any]:
+        while request["sampling_params"]["max_new_tokens"] and rid not in self.left:
+            await asyncio.sleep(0.001)
+        return self.generate(**{**request, "sampling_params": {"max_new_tokens": 2}})
+
+    def abort_request(self, *, rid: str) -> None:
+        self.left.add(rid)
+
+    def flush_cache(self) -> SimpleNamespace:
+        self.resident = None
+        return SimpleNamespace(success=self.empties)
 
     def generate(self, *, input_ids: list[int], sampling_params: dict, **_: Any) -> dict[str, Any]:
         name, new = tuple(input_ids), sampling_params["max_new_tokens"]
@@ -112,6 +128,11 @@ class Engine:
         return {"output_ids": tokens, "meta_info": meta}
 
 
+@pytest.fixture(autouse=True)
+def no_idling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "IDLE_S", 0.0)
+
+
 def records(**engine: Any) -> dict[str, Any]:
     prompts = [[seed] * pool.LENGTH for seed in range(3)]
     done = {run.name: pool.fill_and_come_back(Engine(**engine), prompts) for run in pool.RUNS}
@@ -122,13 +143,20 @@ def records(**engine: Any) -> dict[str, Any]:
 
 def test_a_cache_that_comes_back_passes() -> None:
     checks = pool.judge_hicache(records())
-    assert not failed(checks) and len(checks) == 3 * len(pool.RUNS) + 1
+    assert not failed(checks) and len(checks) == 4 * len(pool.RUNS) + 1
 
 
 def test_a_cache_that_is_lost_fails() -> None:
     names = failed(pool.judge_hicache(records(host=False)))
     assert "hicache page-kernel: comes from the host" in names
     assert not any("stock" in name for name in names)
+
+
+def test_pages_that_a_leaving_client_keeps_fail() -> None:
+    names = failed(pool.judge_hicache(records(empties=False)))
+    assert names == [
+        f"hicache {run.name}: clients that leave" for run in pool.RUNS if run.name != "stock"
+    ]
 
 
 @pytest.mark.parametrize(
