@@ -111,7 +111,7 @@ def generate(engine: Any, prompts: list[list[int]], tokens: int) -> tuple[float,
 
 def profile(engine: Any, prompts: list[list[int]], folder: Path, tokens: int) -> dict[str, Any]:
     """Launches of a step, and its kernels, from the scheduler's own profiler."""
-    from sglang_glm53.bench.trace import kernels, launches_a_step, read_events
+    from sglang_glm53.bench.trace import as_rows, kernels, launches_a_step, read_events
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def profile(engine: Any, prompts: list[list[int]], folder: Path, tokens: int) ->
         return {"launches": None, "trace_error": " ".join(f"{error!r}".split())}
     return {
         "launches": launches,
-        "kernels": [[kernel.name, kernel.calls, round(kernel.us, 3)] for kernel in table],
+        "kernels": as_rows(table),
     }
 
 

@@ -11,6 +11,7 @@ from sglang_glm53.bench import step_bytes
 from sglang_glm53.bench.jobs import Outcome
 from sglang_glm53.bench.plan import Options
 from sglang_glm53.bench.served import SIDES
+from sglang_glm53.bench.trace import IDLE
 from sglang_glm53.config import Glm53Config
 
 NAMES = {"decode": "decode", "mtp": "mtp_step", "prefill": "prefill"}
@@ -180,33 +181,52 @@ def render_kernels(report: dict[str, Any], *, most: int = 40) -> str:
     lines: list[str] = []
     for row in report.get("rows") or ():
         tables = {
-            side: {name: (calls, us) for name, calls, us in row.get(f"kernels_{side}") or ()}
+            side: {name: tuple(rest) for name, *rest in row.get(f"kernels_{side}") or ()}
             for side in SIDES
         }
         if not any(tables.values()):
             continue
         names = {name for table in tables.values() for name in table}
-        total = {name: max(calls * us for calls, us in _present(tables, name)) for name in names}
-        shown = sorted(names, key=lambda name: -total[name])[:most]
-        cells = [("stock calls", "us a call", "us a step", "ours calls", "us a call", "us a step")]
+        weight = {name: max(_weight(each) for each in _present(tables, name)) for name in names}
+        shown = sorted(names, key=lambda name: -weight[name])[:most]
+        columns = ("calls", "us a call", "us a step", "exposed")
+        cells = [tuple(f"{side} {column}" for side in SIDES for column in columns)]
         for name in shown:
-            each: list[str] = []
-            for side in SIDES:
-                calls, us = tables[side].get(name, (0.0, 0.0))
-                each += [f"{calls:g}", f"{us:.1f}", f"{calls * us:.0f}"] if calls else ["-"] * 3
-            cells.append(tuple(each))
-        sums = [sum(calls * us for calls, us in tables[side].values()) / 1e3 for side in SIDES]
-        lines.append("")
-        lines.append(
-            f"{row['work']}, batch {row['batch']}: kernels of a step (busy: stock "
-            f"{sums[0]:.2f} ms, ours {sums[1]:.2f}; overlapping kernels count each)"
-        )
+            cells.append(
+                tuple(cell for side in SIDES for cell in _kernel_cells(tables[side].get(name)))
+            )
+        sums = "; ".join(f"{side} {_sums(tables[side])}" for side in SIDES if tables[side])
+        lines += ["", f"{row['work']}, batch {row['batch']}: kernels of a step ({sums})"]
         for line, name in zip(_table(cells), ["kernel", *shown], strict=True):
             lines.append(f"{line}  {name[:90]}")
     return "\n".join(lines)
 
 
-def _present(tables: dict[str, dict[str, tuple[float, float]]], name: str) -> list[Any]:
+def _kernel_cells(kernel: tuple[float, ...] | None) -> list[str]:
+    """calls, us a call, us a step, exposed us a step; the last is not in older reports."""
+    if kernel is None:
+        return ["-"] * 4
+    calls, us, *exposed = kernel
+    last = f"{calls * exposed[0]:.0f}" if exposed else "-"
+    return [f"{calls:g}", f"{us:.1f}", f"{calls * us:.0f}", last]
+
+
+def _weight(kernel: tuple[float, ...]) -> float:
+    """Microseconds a step, exposed ones where they are known."""
+    return kernel[0] * kernel[-1]
+
+
+def _sums(table: dict[str, tuple[float, ...]]) -> str:
+    """All kernels' times a step, and the time that passed."""
+    busy = sum(calls * us for name, (calls, us, *_) in table.items() if name != IDLE) / 1e3
+    if any(len(kernel) < 3 for kernel in table.values()):
+        return f"{busy:.2f} ms busy, overlapping kernels counted each"
+    idle = table.get(IDLE, (0.0, 0.0))
+    passed = sum(map(_weight, table.values())) / 1e3
+    return f"{passed:.2f} ms, {idle[0] * idle[1] / 1e3:.2f} of them idle; {busy:.2f} busy in all"
+
+
+def _present(tables: dict[str, dict[str, tuple[float, ...]]], name: str) -> list[tuple[float, ...]]:
     return [table[name] for table in tables.values() if name in table]
 
 

@@ -209,7 +209,7 @@ class Bench:
 
     def trace(self, folder: str, name: str, tokens: Any, batch: Any) -> dict[str, Any]:
         """Launches of a step, and its kernels, from a profile of a few steps."""
-        from sglang_glm53.bench.trace import kernels, read_events
+        from sglang_glm53.bench.trace import as_rows, kernels, read_events
 
         path = Path(folder) / f"{name}.trace.json.gz"
         try:
@@ -229,7 +229,7 @@ class Bench:
             return {"launches": None, "trace_error": " ".join(f"{error!r}".split())}
         return {
             "launches": len(events) / TRACED_STEPS,
-            "kernels": [[kernel.name, kernel.calls, round(kernel.us, 3)] for kernel in table],
+            "kernels": as_rows(table),
         }
 
     def distinct_experts(self, batch: int, job: dict[str, Any]) -> list[int] | str:

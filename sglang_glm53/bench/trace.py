@@ -19,11 +19,19 @@ LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of work on the G
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel name in a step: calls a step, microseconds a call."""
+    """One kernel name in a step.
+
+    Attributes:
+        name: cut to `NAME_LENGTH` letters.
+        calls: a step.
+        us: microseconds a call, from its start to its end.
+        exposed_us: microseconds a call by which it puts off the end of the step (`exposed`).
+    """
 
     name: str
     calls: float
     us: float
+    exposed_us: float
 
     @property
     def total_us(self) -> float:
@@ -49,15 +57,50 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def kernels(events: Iterable[Mapping[str, Any]], steps: int) -> list[Kernel]:
-    """The table of a trace of `steps` steps, the longest total first; long names are cut."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        times[str(event["name"])[:NAME_LENGTH]].append(float(event["dur"]))
+IDLE = "(idle)"  # the name under which `kernels` tells the time in which nothing runs
+
+
+def kernels(events: Sequence[Mapping[str, Any]], steps: int) -> list[Kernel]:
+    """The table of a trace of `steps` steps, the longest total first; long names are cut.
+
+    The row `IDLE` has the gaps in which nothing runs, as often as there is one. The exposed times
+    of all rows sum to the time from the first start to the last end.
+    """
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event, (own, gap) in zip(events, exposed(events), strict=True):
+        times[str(event["name"])[:NAME_LENGTH]].append((float(event["dur"]), own))
+        if gap:
+            times[IDLE].append((gap, gap))
     table = [
-        Kernel(name, len(each) / steps, statistics.fmean(each)) for name, each in times.items()
+        Kernel(
+            name, len(each) / steps, *(statistics.fmean(part) for part in zip(*each, strict=True))
+        )
+        for name, each in times.items()
     ]
     return sorted(table, key=lambda kernel: -kernel.total_us)
+
+
+def as_rows(table: Iterable[Kernel]) -> list[list[Any]]:
+    """The table as a report keeps it: name, calls a step, us a call, exposed us a call."""
+    return [[k.name, k.calls, round(k.us, 3), round(k.exposed_us, 3)] for k in table]
+
+
+def exposed(events: Iterable[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """For each launch, in the order in which they started: by how many microseconds it puts off the
+    time up to which the GPU has worked, and how long nothing ran before it.
+
+    Launches of two streams overlap, and so do those of one where programmatic dependent launch
+    starts a kernel before the one ahead of it has ended: the sum of their times is then more than
+    the time that passes. What a launch adds to the end of the work so far is what it costs.
+    """
+    found: list[tuple[float, float]] = []
+    reached: float | None = None
+    for event in events:
+        start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        before = start if reached is None else reached
+        found.append((max(0.0, end - max(before, start)), max(0.0, start - before)))
+        reached = max(before, end)
+    return found
 
 
 def launches_a_step(events: Sequence[Mapping[str, Any]], steps: int) -> float:

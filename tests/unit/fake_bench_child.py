@@ -85,7 +85,11 @@ def values(job: dict[str, Any], behaviour: str) -> dict[str, Any]:
         if job["kind"] == "decode":
             row["distinct_experts"] = [experts] * 75
             row["pipelined_ms"] = ms - 0.5
-            row["kernels"] = [["gemm<fp8>", 150.0, 45.5], [f"{side}_only", 78.0, 2.0]]
+            row["kernels"] = [
+                ["gemm<fp8>", 150.0, 45.5, 40.0],
+                [f"{side}_only", 78.0, 2.0, 1.5],
+                ["(idle)", 10.0, 2.0, 2.0],
+            ]
         if job["kind"] == "mtp":
             row.update(tpot_ms=ms / 3.5, accept_length=3.5)
         rows.append(row)

@@ -141,10 +141,18 @@ def test_the_kernels_of_both_sides_stand_beside_each_other(tmp_path: Path) -> No
     _, found, said = measure(tmp_path, options=Options(work=("decode",), rounds=1), profile=True)
     lines = report.render_kernels(found).splitlines()
     (gemm,) = [line.split() for line in lines if line.endswith("gemm<fp8>")][:1]
-    assert gemm == ["150", "45.5", "6825", "150", "45.5", "6825", "gemm<fp8>"]
+    assert gemm == [*(["150", "45.5", "6825", "6000"] * 2), "gemm<fp8>"]
     (alone,) = [line.split() for line in lines if line.endswith("ours_only")][:1]
-    assert alone == ["-", "-", "-", "78", "2.0", "156", "ours_only"]
+    assert alone == ["-", "-", "-", "-", "78", "2.0", "156", "117", "ours_only"]
+    assert "stock 6.14 ms, 0.02 of them idle; 6.98 busy in all" in lines[1]
     assert any("gemm<fp8>" in text for text in said)
+
+
+def test_kernels_of_a_report_without_exposed_times() -> None:
+    row = {"work": "decode", "batch": 1, "kernels_stock": [["gemm", 2.0, 10.0]]}
+    lines = report.render_kernels({"rows": [row]}).splitlines()
+    assert lines[1].endswith("(stock 0.02 ms busy, overlapping kernels counted each)")
+    assert lines[3].split() == ["2", "10.0", "20", "-", "-", "-", "-", "-", "gemm"]
 
 
 # --- what fails ----------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_glm53.bench import step_bytes
 from sglang_glm53.bench.rank_slice import slice_config, write_slice
-from sglang_glm53.bench.trace import kernels, launches_a_step, read_events
+from sglang_glm53.bench.trace import exposed, kernels, launches_a_step, read_events
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.errors import Glm53Error
 
@@ -172,16 +174,38 @@ def test_the_kernel_table_of_a_trace(tmp_path: Path) -> None:
     found = read_events(write_trace(tmp_path / "a.json.gz", events))
     assert [each["name"] for each in found] == ["memset", "gemm", "copy", "gemm"]
     table = kernels(found, steps=2)
-    assert [(kernel.name, kernel.calls, kernel.us) for kernel in table] == [
-        ("gemm", 1.0, 40.0),
-        ("copy", 0.5, 2.0),
-        ("memset", 0.5, 0.5),
+    # Idle: 1.5 to 5, 35 to 90 and 92 to 100.
+    assert [(k.name, k.calls, k.us, k.exposed_us) for k in table] == [
+        ("gemm", 1.0, 40.0, 40.0),
+        ("(idle)", 1.5, pytest.approx(66.5 / 3), pytest.approx(66.5 / 3)),
+        ("copy", 0.5, 2.0, 2.0),
+        ("memset", 0.5, 0.5, 0.5),
     ]
     assert table[0].total_us == 40.0
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 50)), min_size=1, max_size=30).map(
+        sorted
+    )
+)
+def test_exposed_times_and_gaps_are_the_time_that_passes(launches: list[tuple[int, int]]) -> None:
+    events = [event("any", ts, dur) for ts, dur in launches]
+    found = exposed(events)
+    passed = max(ts + dur for ts, dur in launches) - launches[0][0]
+    assert sum(map(sum, found)) == passed
+    worked = {t for ts, dur in launches for t in range(ts, ts + dur)}
+    assert sum(own for own, _ in found) == len(worked)
+
+
+def test_what_runs_beside_another_costs_what_it_adds() -> None:
+    """A kernel that started early and waited; one on a second stream, wholly covered."""
+    events = [event("gemm", 0, 10), event("waits", 4, 8), event("covered", 5, 3)]
+    assert exposed(events) == [(10, 0), (2, 0), (0, 0)]
+
+
 def test_a_long_name_is_cut_and_its_kernels_stay_one() -> None:
-    (kernel,) = kernels([event("k" * 3000, 0, 2.0), event("k" * 3000, 5, 4.0)], steps=1)
+    (kernel,) = kernels([event("k" * 3000, 0, 2.0), event("k" * 3000, 2, 4.0)], steps=1)
     assert (len(kernel.name), kernel.calls, kernel.us) == (160, 2.0, 3.0)
 
 
