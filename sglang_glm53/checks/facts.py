@@ -24,11 +24,14 @@ UNKNOWN: dict[str, str] = {
     "pins": "SGLang is not installed",
     "torch_cuda": "torch is not installed, or not built for CUDA",
     "driver_cuda": "no NVIDIA driver",
+    "modules": "no Python packages to look at",
     "entry_points": "no Python packages to look at",
+    "contested": "no Python packages to look at",
     "catalog_problems": "SGLang is not installed",
     "environment": "no environment variables to look at",
     "device": "no GPU in this machine",
     "capability": "no NVIDIA GPU",
+    "gpu_name": "no NVIDIA GPU",
     "gpus": "no GPU in this machine",
     "gpu_memory_bytes": "no GPU in this machine",
     "hardware": "no data file for this GPU",
@@ -38,6 +41,7 @@ UNKNOWN: dict[str, str] = {
     "config": "no config.json that can be served (--model DIR)",
     "config_problem": "no config.json (--model DIR)",
     "tokenizer_config": "no tokenizer_config.json (--model DIR)",
+    "generation_config": "no generation_config.json (--model DIR)",
     "chat_template": "no chat template beside the checkpoint (--model DIR)",
     "argv": "no server arguments (-- SGLANG ARGS)",
     "args": "no server arguments that SGLang resolves (-- SGLANG ARGS)",
@@ -98,9 +102,19 @@ class Facts:
         return packages.pins()
 
     @cached_property
+    def modules(self) -> frozenset[str] | None:
+        """Which of packages.MODULES can be imported (none is)."""
+        return packages.modules()
+
+    @cached_property
     def entry_points(self) -> tuple[packages.Plugin, ...] | None:
         """Plugins of SGLang's entry point groups that are installed."""
         return packages.plugins()
+
+    @cached_property
+    def contested(self) -> tuple[str, ...] | None:
+        """Other plugins that name a symbol that this package changes, one line each."""
+        return packages.contested()
 
     @cached_property
     def catalog_problems(self) -> tuple[str, ...] | None:
@@ -133,6 +147,11 @@ class Facts:
     def capability(self) -> tuple[int, int] | None:
         """Compute capability of the NVIDIA GPU, (9, 0) on Hopper."""
         return machine.capability()
+
+    @cached_property
+    def gpu_name(self) -> str | None:
+        """The driver's name of the GPU, "NVIDIA H200"."""
+        return machine.gpu_name()
 
     @cached_property
     def gpus(self) -> int | None:
@@ -181,6 +200,11 @@ class Facts:
     def tokenizer_config(self) -> dict[str, Any] | None:
         """tokenizer_config.json."""
         return files.read_json(self.checkpoint, "tokenizer_config.json")
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any] | None:
+        """generation_config.json."""
+        return files.read_json(self.checkpoint, "generation_config.json")
 
     @cached_property
     def chat_template(self) -> str | None:

@@ -37,6 +37,11 @@ def capability() -> tuple[int, int] | None:
     return _ask(lambda nvml: tuple(nvml.nvmlDeviceGetCudaComputeCapability(_first(nvml))))
 
 
+def gpu_name() -> str | None:
+    name = _ask(lambda nvml: nvml.nvmlDeviceGetName(_first(nvml)))
+    return name.decode() if isinstance(name, bytes) else name
+
+
 def gpu_memory_bytes() -> int | None:
     return _ask(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_first(nvml)).total))
 
@@ -49,10 +54,7 @@ def driver_cuda() -> str | None:
 
 def hardware() -> data.Hardware | None:
     """The ledger's row whose name stands in the GPU's ("NVIDIA H200" is h200)."""
-    name = _ask(lambda nvml: nvml.nvmlDeviceGetName(_first(nvml)))
-    if name is None:
-        return None
-    words = (name.decode() if isinstance(name, bytes) else name).lower().split()
+    words = (gpu_name() or "").lower().split()
     return next((data.load(row) for row in data.available() if row in words), None)
 
 

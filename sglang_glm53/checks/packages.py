@@ -6,6 +6,7 @@ import importlib.util
 import re
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
@@ -16,6 +17,12 @@ ALSO = (
     *("flashinfer-jit-cache", "mooncake-transfer-engine", "nixl", "sglang-router"),
     *("pynvml", "safetensors", "tokenizers"),
 )
+
+# What SGLang imports only where an option asks for it.
+MODULES = ("deep_ep", "deep_gemm", "flash_mla", "mooncake", "nixl", "pplx_kernels", "tilelang")
+
+ARCHITECTURE = "GlmMoeDsaForCausalLM"
+_MOST_FILES = 500  # of a plugin's package that are looked through
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,42 @@ def plugins() -> tuple[Plugin, ...]:
     return tuple(found)
 
 
+def modules() -> frozenset[str]:
+    """Those of MODULES that are there."""
+    return frozenset(name for name in MODULES if _spec(name) is not None)
+
+
+def contested() -> tuple[str, ...]:
+    """Other plugins of SGLang's that define our architecture or hook a symbol of our catalog.
+
+    Their sources are searched for a class of that name, and for a symbol's dotted name in quotes,
+    which is how SGLang's hooks name their target. Nothing is imported.
+    """
+    from sglang_glm53 import catalog
+
+    targets = [row.symbol.replace(":", ".") for row in catalog.rows().values() if row.path]
+    wanted = re.compile(
+        rf"^class ({ARCHITECTURE}\w*)\b|[\"']({'|'.join(map(re.escape, targets))})[\"']",
+        re.MULTILINE,
+    )
+    lines = []
+    for plugin in plugins():
+        top = plugin.value.partition(":")[0].partition(".")[0].strip()
+        spec = None if top == "sglang_glm53" else _spec(top)
+        if spec is None:
+            continue
+        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+        sources = [path for folder in folders for path in folder.rglob("*.py")][:_MOST_FILES]
+        if not folders and spec.origin:
+            sources = [Path(spec.origin)]
+        for path in sources:
+            found = wanted.search(path.read_text(encoding="utf-8", errors="replace"))
+            if found:
+                lines.append(f"{plugin.name} ({plugin.distribution}): {found[1] or found[2]}")
+                break
+    return tuple(dict.fromkeys(lines))
+
+
 def catalog_problems() -> tuple[str, ...] | None:
     """Symbols of SGLang's that this package changes and that are not as it expects them."""
     from sglang_glm53 import catalog
@@ -83,7 +126,7 @@ def catalog_problems() -> tuple[str, ...] | None:
 
 def torch_cuda() -> str | None:
     """CUDA version that torch is built for, read from its version.py."""
-    spec = importlib.util.find_spec("torch")
+    spec = _spec("torch")
     if spec is None or spec.origin is None:
         return None
     text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
@@ -98,14 +141,19 @@ def _version(name: str) -> str | None:
         return None
 
 
+def _spec(module: str) -> ModuleSpec | None:
+    """Where a top-level module is; it is not imported."""
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+
+
 def _problem(value: str) -> str:
     """Why an entry point cannot be loaded, as far as can be told without importing it."""
     module = value.partition(":")[0].strip()
     top, *rest = module.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        spec = None
+    spec = _spec(top)
     if spec is None:
         return f"there is no module {top}"
     for folder in spec.submodule_search_locations or ():
