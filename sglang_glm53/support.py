@@ -146,7 +146,7 @@ def check_arguments(server_args: Any) -> None:
     if not is_ours(model_config.hf_config):
         return
     view = resolving_view(server_args)
-    situation = _situation(lambda name: getattr(view, name, None), model_config)
+    situation = situation_from(lambda name: getattr(view, name, None), model_config)
     if evaluate(situation).kind == RUNS:
         check_ranks(situation, Glm53Config.from_hf(model_config.hf_config))
 
@@ -192,7 +192,7 @@ def check_speculation(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import model_config_of
 
     view = resolving_view(server_args)
-    situation = _situation(lambda name: getattr(view, name, None), model_config_of(server_args))
+    situation = situation_from(lambda name: getattr(view, name, None), model_config_of(server_args))
     evaluate(situation, [row for row in FEATURES if row.name in SPECULATION])
 
 
@@ -207,10 +207,11 @@ def situation_of(model_config: Any) -> Situation | None:
     except ValueError:
         return None
     args = {**args, **{name: started_with.get(name) for name in ("model_path", "load_format")}}
-    return _situation(args.get, model_config)
+    return situation_from(args.get, model_config)
 
 
-def _situation(read: Callable[[str], Any], model_config: Any) -> Situation:
+def situation_from(read: Callable[[str], Any], model_config: Any) -> Situation:
+    """The situation of a server, from its arguments (read by name) and SGLang's ModelConfig."""
     import torch
 
     device = str(read("device") or "cuda").split(":")[0]
