@@ -129,10 +129,9 @@ RULES: tuple[Rule, ...] = (
         severity=WARN,
         reads=("config",),
         condition=_definition_missing,
-        message="config.json lacks {filled}; our classes take these values, SGLang's own class does "
-        "not",
+        message="config.json lacks {filled}; our classes take these values, SGLang's own does not",
         cure="take config.json from the model's own repository",
-        symptom="SGLang's own class: an AttributeError, or answers that degrade above 2,048 tokens.",
+        symptom="SGLang's own class: an AttributeError, or answers that are worse above 2,048 tokens.",
         cause="transformers leaves these fields out when it saves a config again.",
         source=("huggingface/transformers#46842", "SGLang's deepseek_v2.py, tried"),
         at_start=False,
@@ -162,8 +161,8 @@ RULES: tuple[Rule, ...] = (
         severity=FAIL,
         reads=("argv",),
         condition=_override_ignored,
-        message=f"{{names}} in {OVERRIDE} does nothing: indexer_types, which transformers fills in, "
-        "wins",
+        message=f"{{names}} in {OVERRIDE} does nothing: transformers fills in indexer_types, "
+        "which wins",
         cure='put "indexer_types": null (or the list itself) beside it',
         symptom="No error and no change: every layer still runs its indexer.",
         cause="transformers fills indexer_types while it loads the config, before the override; "
@@ -204,7 +203,7 @@ RULES: tuple[Rule, ...] = (
         condition=_beyond_vocabulary,
         message="the tokenizer's {text} is token {number}; the embedding has {rows} rows",
         cure="take tokenizer_config.json and config.json from the same repository",
-        symptom="An illegal memory access, or the scheduler ends, at the first request that has it.",
+        symptom="An illegal memory access at the first request that has it; the server ends.",
         cause="The tokenizer is another model's.",
         source=("tried on SGLang",),
     ),
@@ -226,7 +225,7 @@ RULES: tuple[Rule, ...] = (
         severity=WARN,
         reads=("raw_config", "args"),
         condition=_integer_shared_expert,
-        message="the checkpoint's scheme is {method}, and the shared expert would be fused under it",
+        message="the checkpoint is {method}, and the shared expert would be fused under it",
         cure="give --disable-shared-experts-fusion",
         symptom="The first token is wrong, and log-probabilities are flat.",
         cause="The shared expert is stored in another precision than the routed ones.",

@@ -1,4 +1,4 @@
-"""The table of features (features.py of the package) as rules: what is refused, what stands down."""
+"""The package's table of features as rules: what is refused, what stands down."""
 
 from __future__ import annotations
 

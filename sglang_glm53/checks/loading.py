@@ -22,6 +22,8 @@ OUR_VARIABLES: dict[str, tuple[str, ...] | None] = {
     "GLM53_DOCTOR": ("warn", "off"),
     "GLM53_DEBUG": ("0", "1"),
     "GLM53_PYTHON": None,
+    "GLM53_LOAD_GROUPS": None,
+    "GLM53_TRACE_DIR": None,
 }
 
 

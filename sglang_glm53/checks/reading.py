@@ -1,0 +1,60 @@
+"""What several rules ask of the facts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_glm53.checks.arguments import as_written
+from sglang_glm53.checks.facts import Facts
+
+HOPPER = (9, 0)
+MTP = ("EAGLE", "NEXTN")
+
+
+def on_gpu(facts: Facts) -> bool:
+    """Whether the server runs on a GPU (where nothing is known: yes, as SGLang would)."""
+    return str(facts.arg("device") or facts.device or "cuda") != "cpu"
+
+
+def hopper(facts: Facts) -> bool:
+    return facts.capability == HOPPER
+
+
+def blackwell(facts: Facts) -> bool:
+    """Data centre Blackwell: compute capability 10.x."""
+    return facts.capability is not None and facts.capability[0] == 10
+
+
+def mtp(facts: Facts) -> bool:
+    """Whether the checkpoint's MTP layer drafts."""
+    return facts.arg("speculative_algorithm") in MTP
+
+
+def attention_groups(facts: Facts) -> int:
+    """Groups of ranks that each hold other requests (attention data parallelism)."""
+    groups = facts.arg("attn_dp_size", 1)
+    if facts.arg("enable_dp_attention"):
+        groups = max(groups, facts.arg("dp_size", 1))
+    return groups
+
+
+def local_heads(facts: Facts) -> int:
+    """Query heads of one rank."""
+    context = facts.arg("attn_cp_size", 1)
+    ranks = max(1, facts.arg("tp_size", 1) // attention_groups(facts) // context)
+    return facts.config.num_attention_heads // ranks
+
+
+def written(facts: Facts, name: str) -> Any:
+    """What the user wrote for a field; None where it was not written, or is not known."""
+    return as_written(facts.argv or ()).get(name)
+
+
+def set_by_user(facts: Facts, name: str) -> bool:
+    return name in (facts.given or ())
+
+
+def switched_on(facts: Facts, name: str, default: bool) -> bool:
+    """A boolean variable of SGLang's, as it reads them."""
+    value = (facts.environment or {}).get(name)
+    return default if value is None else value.lower() in ("true", "1", "yes", "y")
