@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_glm53.checks import files, machine, packages
+from sglang_glm53.checks import files, headers, machine, packages
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.errors import Glm53Error
 from sglang_glm53.ledger.hardware import Hardware
@@ -43,12 +43,17 @@ UNKNOWN: dict[str, str] = {
     "tokenizer_config": "no tokenizer_config.json (--model DIR)",
     "generation_config": "no generation_config.json (--model DIR)",
     "chat_template": "no chat template beside the checkpoint (--model DIR)",
+    "headers": "no safetensors files (DIR)",
     "argv": "no server arguments (-- SGLANG ARGS)",
     "args": "no server arguments that SGLang resolves (-- SGLANG ARGS)",
     "given": "no server arguments (-- SGLANG ARGS)",
     "args_problem": "no server arguments (-- SGLANG ARGS)",
     "flag_names": "SGLang's parser was not asked",
+    "variables": "SGLang's parser was not asked",
 }
+
+# Facts that only a caller can say.
+SAID = ("checkpoint", "argv", "args", "given", "args_problem", "flag_names", "variables")
 
 
 class Facts:
@@ -63,6 +68,7 @@ class Facts:
         args_problem: the line with which SGLang's own parser or resolution refused `argv`; ""
             where it did not.
         flag_names: every option that the installed SGLang's parser has, as "--page-size".
+        variables: every environment variable that the installed SGLang declares.
         hardware: the ledger's row of the GPU that is served on.
     """
 
@@ -70,7 +76,7 @@ class Facts:
         strange = sorted(set(said) - set(UNKNOWN))
         if strange:
             raise TypeError(f"no such fact: {', '.join(strange)}")
-        for name in ("checkpoint", "argv", "args", "given", "args_problem", "flag_names"):
+        for name in SAID:
             said.setdefault(name, None)
         self.__dict__.update(said)  # a cached_property looks here first
         if isinstance(said["args"], Mapping):
@@ -82,6 +88,7 @@ class Facts:
     given: frozenset[str] | None
     args_problem: str | None
     flag_names: frozenset[str] | None
+    variables: frozenset[str] | None
 
     @classmethod
     def only(cls, **said: Any) -> Facts:
@@ -210,6 +217,11 @@ class Facts:
     def chat_template(self) -> str | None:
         """The chat template that lies beside the weights."""
         return files.chat_template(self.checkpoint)
+
+    @cached_property
+    def headers(self) -> headers.Headers | None:
+        """Names, dtypes and shapes of the checkpoint's tensors."""
+        return headers.scan(self.checkpoint)
 
     # --- reading arguments -----------------------------------------------------------------------
 

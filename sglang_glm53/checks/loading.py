@@ -94,6 +94,16 @@ def _variables(facts: Facts) -> Verdict:
     return None
 
 
+def _sglang_variables(facts: Facts) -> Verdict:
+    """Near misses alone: SGLang reads some variables without declaring them."""
+    for name in sorted(facts.environment):
+        if name.startswith("SGLANG_") and name not in facts.variables:
+            near = get_close_matches(name, facts.variables, 1, cutoff=0.9)
+            if near:
+                return {"name": name, "near": near[0]}
+    return None
+
+
 def _other_architecture(facts: Facts) -> Verdict:
     names = facts.raw_config.get("architectures") or ["none"]
     return None if ARCHITECTURE in names else {"names": ", ".join(map(str, names))}
@@ -221,6 +231,19 @@ RULES: tuple[Rule, ...] = (
         symptom="The variable does nothing.",
         cause="A misspelt name or value.",
         source=("docs/compatibility.md",),
+    ),
+    Rule(
+        id="sglang-variables",
+        title="SGLang knows its variables that are set",
+        severity=WARN,
+        reads=("environment", "variables"),
+        condition=_sglang_variables,
+        message="the installed SGLang has no {name}",
+        cure="{near} is nearest; correct or unset it",
+        symptom="The variable does nothing.",
+        cause="A misspelt name, or one of another release.",
+        source=("SGLang's environ.py",),
+        at_start=False,
     ),
     Rule(
         id="other-architecture",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from sglang_glm53.checks.facts import Facts
+from sglang_glm53.checks.reading import on_gpu
 from sglang_glm53.checks.rule import FAIL, WARN, Rule, Verdict
 from sglang_glm53.compat.versions import SUPPORTED
 
@@ -55,6 +56,11 @@ def _sglang(facts: Facts) -> Verdict:
     return {"has": f"is {version}" if version else "is not installed", "supported": supported}
 
 
+def _nvidia(facts: Facts) -> bool:
+    """Whether an NVIDIA GPU serves, whose kernel packages then count."""
+    return facts.device == "cuda" and on_gpu(facts)
+
+
 def _torch(facts: Facts) -> Verdict:
     has, wanted = facts.versions.get("torch"), _pinned(facts.pins.get("torch", ""))
     if not wanted or (has and _minor(has) == _minor(wanted)):
@@ -79,7 +85,7 @@ def _driver(facts: Facts) -> Verdict:
 
 
 def _kernels(facts: Facts) -> Verdict:
-    if facts.device != "cuda":
+    if not _nvidia(facts):
         return None
     wrong = []
     for name in KERNELS:
@@ -90,7 +96,7 @@ def _kernels(facts: Facts) -> Verdict:
 
 
 def _other_pins(facts: Facts) -> Verdict:
-    told = {"torch", *(KERNELS if facts.device == "cuda" else ())}
+    told = {"torch", *(KERNELS if _nvidia(facts) else ())}
     wrong = {
         name: (has, wanted)
         for name, wanted in facts.pins.items()
@@ -185,7 +191,7 @@ RULES: tuple[Rule, ...] = (
         title="PyTorch is the version that SGLang's kernels are built for",
         severity=FAIL,
         reads=("versions", "pins", "device"),
-        condition=lambda facts: _torch(facts) if facts.device == "cuda" else None,
+        condition=lambda facts: _torch(facts) if _nvidia(facts) else None,
         message="torch is {has}; SGLang and its kernel packages are built for {wanted}",
         cure="pip install torch=={wanted}",
         symptom="`undefined symbol` while sgl_kernel or flash_mla is imported.",
@@ -198,7 +204,7 @@ RULES: tuple[Rule, ...] = (
         title="PyTorch and the kernel wheels are built for one CUDA",
         severity=FAIL,
         reads=("pins", "torch_cuda", "device"),
-        condition=lambda facts: _cuda_of_kernels(facts) if facts.device == "cuda" else None,
+        condition=lambda facts: _cuda_of_kernels(facts) if _nvidia(facts) else None,
         message="torch is built for CUDA {has}, SGLang's kernel wheels for CUDA {wanted}",
         cure="install torch for CUDA {wanted} (its wheels end with +cu{wanted}x)",
         symptom="`import deep_gemm` or `import sgl_kernel` cannot load a CUDA library.",
