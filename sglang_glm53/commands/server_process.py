@@ -119,7 +119,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=None if self._keep else _end_with_parent,
+                preexec_fn=None if self._keep else end_with_parent,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **self._environment},
             )
 
@@ -212,7 +212,7 @@ class Server:
         return f"{_shorten(why.removeprefix(PREFIX), 300)}; its log: {self.log}"
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Runs in the child: have Linux send it SIGTERM when this process ends, even by SIGKILL."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -127,7 +127,7 @@ def test_another_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         (("--mtp", "5-4-20"), "a tree of drafts"),
         (("--mtp", "5-1-5"), "use 5-1-6"),
         (("--explain", "kv_bytes_a_token"), "kv_bytes_per_token"),
-        (("--hardware", "abacus"), "use one of b200, h100, h200"),
+        (("--hardware", "abacus"), "use one of b200, b300"),
         (("--model", "/nowhere"), "cannot read /nowhere"),
         (("--mem-fraction", "1.5"), "between 0 and 1"),
         (("tp8", "--compare", "tp8", "dp8"), "leave the first word out"),

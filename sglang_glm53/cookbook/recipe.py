@@ -1,0 +1,329 @@
+"""A recipe: one deployment as YAML, read and held to its schema with one-line errors."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sglang_glm53.compat.flags import Arguments
+from sglang_glm53.compat.versions import SUPPORTED
+from sglang_glm53.cookbook.devices import kinds
+from sglang_glm53.errors import Glm53Error
+from sglang_glm53.resources import data_folder
+
+MINIATURE = "miniature"  # the model of a recipe that needs no download
+WEIGHTS = ("fp8", "bf16", "nvfp4")
+ALONE = "server"  # the role of a deployment's only server
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where one server runs: `nodes` machines of `gpus` GPUs each."""
+
+    gpu: str
+    gpus: int
+    nodes: int = 1
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server of a deployment.
+
+    Attributes:
+        role: "server", or "prefill" and "decode".
+        arguments: flags without their dashes, in the newest spelling.
+        environment: variables of its process.
+    """
+
+    role: str
+    hardware: Hardware
+    arguments: Arguments
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A figure that somebody else reported."""
+
+    figure: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was really run: when, with which SGLang, where, by which command, with what result."""
+
+    date: str
+    sglang: str
+    hardware: str
+    command: str
+    result: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One deployment.
+
+    Attributes:
+        weights: form of the checkpoint's projections.
+        sglang: versions of SGLang that it is held against.
+        why: for each flag and variable, why it is there.
+        router: arguments of the router in front of a prefill and a decode server, else empty.
+        options: arguments that a user may add, with their `why`; they are checked too.
+        accepts: warnings of `glm53 doctor` that the recipe lives with: rule, and why.
+        sources: where the flags were published.
+        notes: what to know before it is run.
+        verified: runs of this project; empty where there was none.
+    """
+
+    name: str
+    summary: str
+    model: str
+    weights: str
+    sglang: tuple[str, ...]
+    servers: tuple[Server, ...]
+    why: dict[str, str]
+    router: Arguments
+    options: dict[str, Arguments]
+    accepts: dict[str, str]
+    sources: tuple[str, ...]
+    notes: tuple[str, ...]
+    published: tuple[Published, ...]
+    verified: tuple[Verified, ...]
+    path: Path = field(compare=False)
+
+    def server(self, role: str | None = None) -> Server:
+        """The server of that role; the only one where none is named.
+
+        Raises:
+            Glm53Error: no such role, or none was named where there are several.
+        """
+        roles = [server.role for server in self.servers]
+        if role is None and len(roles) == 1:
+            return self.servers[0]
+        if role not in roles:
+            raise Glm53Error(f"recipe {self.name}: name a role, one of {', '.join(roles)} (--role)")
+        return self.servers[roles.index(role)]
+
+    def with_options(self, names: tuple[str, ...]) -> Recipe:
+        """The recipe with some of its options switched on.
+
+        Raises:
+            Glm53Error: it has no such option.
+        """
+        added: Arguments = {}
+        for name in names:
+            if name not in self.options:
+                there = ", ".join(self.options) or "it has none"
+                raise Glm53Error(f"recipe {self.name} has no option {name!r} ({there})")
+            added |= self.options[name]
+        servers = tuple(
+            replace(server, arguments=server.arguments | added) for server in self.servers
+        )
+        return replace(self, servers=servers)
+
+
+def names() -> list[str]:
+    """The recipes of this package."""
+    return sorted(
+        path.stem for path in data_folder("recipes").glob("*.yaml") if path.stem != "common"
+    )
+
+
+def load(name: str) -> Recipe:
+    """The recipe of that name, or the one in a YAML file.
+
+    Raises:
+        Glm53Error: no such recipe, or one that does not meet the schema: file, field, what to do.
+    """
+    path = (
+        Path(name) if name.endswith((".yaml", ".yml")) else data_folder("recipes") / f"{name}.yaml"
+    )
+    if not path.is_file() or name == "common":
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"do you mean {near[0]}? " if near else ""
+        raise Glm53Error(f"no recipe {name!r}; {hint}`glm53 recipe list` names all of them")
+    return read(path)
+
+
+def common_why() -> dict[str, str]:
+    """Why a flag is there, where it means the same in every recipe."""
+    path = data_folder("recipes") / "common.yaml"
+    return _Fields(path, "", _yaml(path)).named_texts("why")
+
+
+def read(path: Path) -> Recipe:
+    """The recipe in a file; see `load`."""
+    content = _Fields(path, "", _yaml(path))
+    content.only(*_TOP)
+    shared_arguments, shared_environment = content.arguments(), content.environment()
+    hardware = content.hardware()
+    servers = []
+    for role, fields in content.mapping("servers").items():
+        own = _Fields(path, f"servers.{role}.", _mapping(path, f"servers.{role}", fields))
+        own.only("arguments", "environment", "hardware")
+        servers.append(
+            Server(
+                role,
+                own.hardware() if "hardware" in own.content else hardware,
+                shared_arguments | own.arguments(),
+                shared_environment | own.environment(),
+            )
+        )
+    if not servers:
+        servers.append(Server(ALONE, hardware, shared_arguments, shared_environment))
+    recipe = Recipe(
+        name=content.text("name"),
+        summary=content.text("summary"),
+        model=content.text("model"),
+        weights=content.text("weights"),
+        sglang=tuple(content.texts("sglang")),
+        servers=tuple(servers),
+        why=common_why() | content.named_texts("why"),
+        router=content.arguments("router"),
+        options={
+            name: _Fields(path, f"options.{name}.", {"arguments": value}).arguments()
+            for name, value in content.mapping("options").items()
+        },
+        accepts=content.named_texts("accepts"),
+        sources=tuple(content.texts("sources")),
+        notes=tuple(content.texts("notes", needed=False)),
+        published=tuple(Published(**row) for row in content.rows("published", Published)),
+        verified=tuple(Verified(**row) for row in content.rows("verified", Verified)),
+        path=path,
+    )
+    _check(recipe)
+    return recipe
+
+
+_TOP = (
+    *("name", "summary", "model", "weights", "hardware", "sglang", "arguments", "environment"),
+    *("why", "servers", "router", "options", "accepts", "sources", "notes", "published"),
+    "verified",
+)
+
+
+def _check(recipe: Recipe) -> None:
+    def wrong(text: str) -> Glm53Error:
+        return Glm53Error(f"{recipe.path}: {text}")
+
+    if recipe.name != recipe.path.stem:
+        raise wrong(f"name is {recipe.name!r}, but the file is {recipe.path.name}; make them agree")
+    if recipe.weights not in WEIGHTS:
+        raise wrong(f"weights is {recipe.weights!r}; use one of {', '.join(WEIGHTS)}")
+    unknown = [version for version in recipe.sglang if version not in SUPPORTED]
+    if unknown or not recipe.sglang:
+        raise wrong(f"sglang lists {', '.join(unknown) or 'nothing'}; use {', '.join(SUPPORTED)}")
+    used = {flag for server in recipe.servers for flag in (*server.arguments, *server.environment)}
+    used |= set(recipe.router) | {flag for added in recipe.options.values() for flag in added}
+    for flag in sorted(used - {"port"}):
+        if flag not in recipe.why:
+            raise wrong(f"why.{flag} is missing; say why the recipe has it")
+    if recipe.router and len(recipe.servers) < 2:
+        raise wrong("router needs servers: prefill and decode")
+    for server in recipe.servers:
+        if server.hardware.gpu not in kinds():
+            raise wrong(f"hardware.gpu is {server.hardware.gpu!r}; use one of {', '.join(kinds())}")
+        for flag in server.arguments:
+            if flag.startswith("-") or flag in ("model-path", "nnodes", "node-rank"):
+                raise wrong(
+                    f"arguments.{flag}: flags go without dashes; model and nodes are fields"
+                )
+
+
+class _Fields:
+    """The fields of a mapping of the file, each read with its own error."""
+
+    def __init__(self, path: Path, prefix: str, content: dict[str, Any]) -> None:
+        self.path, self.prefix, self.content = path, prefix, content
+
+    def _wrong(self, name: str, what: str) -> Glm53Error:
+        return Glm53Error(f"{self.path}: {self.prefix}{name} {what}")
+
+    def only(self, *allowed: str) -> None:
+        for name in self.content:
+            if name not in allowed:
+                raise self._wrong(name, f"is no field; there are {', '.join(allowed)}")
+
+    def text(self, name: str) -> str:
+        value = self.content.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise self._wrong(name, "is missing; give a text")
+        return " ".join(value.split())
+
+    def texts(self, name: str, *, needed: bool = True) -> list[str]:
+        value = self.content.get(name, None if needed else [])
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self._wrong(name, "must be a list of texts")
+        return [" ".join(each.split()) for each in value]
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        return _mapping(self.path, f"{self.prefix}{name}", self.content.get(name) or {})
+
+    def named_texts(self, name: str) -> dict[str, str]:
+        values = self.mapping(name)
+        for key, value in values.items():
+            if not isinstance(value, str):
+                raise self._wrong(f"{name}.{key}", "must be a text")
+        return {key: " ".join(value.split()) for key, value in values.items()}
+
+    def arguments(self, name: str = "arguments") -> Arguments:
+        result: Arguments = {}
+        for flag, value in self.mapping(name).items():
+            if isinstance(value, list):
+                value = tuple(value)
+            if not isinstance(value, str | int | float | tuple) or value is False:
+                raise self._wrong(
+                    f"{name}.{flag}", f"is {value!r}; give a value, a list, or true for a switch"
+                )
+            result[flag] = value
+        return result
+
+    def environment(self) -> dict[str, str]:
+        values = self.mapping("environment")
+        for key, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, str | int | float):
+                raise self._wrong(f"environment.{key}", f'is {value!r}; quote it ("1")')
+        return {key: str(value) for key, value in values.items()}
+
+    def hardware(self) -> Hardware:
+        fields = self.mapping("hardware")
+        unknown = set(fields) - {"gpu", "gpus", "nodes"}
+        if unknown or not isinstance(fields.get("gpu"), str):
+            raise self._wrong("hardware", "must have gpu, gpus and, for several machines, nodes")
+        numbers = {name: fields.get(name, 1) for name in ("gpus", "nodes")}
+        if not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
+            raise self._wrong("hardware", "gpus and nodes are numbers: GPUs a machine, machines")
+        return Hardware(fields["gpu"], **numbers)
+
+    def rows(self, name: str, kind: type) -> list[dict[str, str]]:
+        expected = set(kind.__annotations__)
+        value = self.content.get(name) or []
+        if not isinstance(value, list):
+            raise self._wrong(name, "must be a list")
+        for index, row in enumerate(value):
+            if not isinstance(row, dict) or set(row) != expected:
+                fields = ", ".join(kind.__annotations__)
+                raise self._wrong(f"{name}[{index}]", f"must have exactly {fields}")
+        return [{key: " ".join(str(text).split()) for key, text in row.items()} for row in value]
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Glm53Error(f"cannot read {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Glm53Error(f"{path}: {' '.join(str(error).split())}") from None
+    return _mapping(path, "the file", content)
+
+
+def _mapping(path: Path, what: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise Glm53Error(f"{path}: {what} must hold named values (name: value)")
+    return dict(value)

@@ -1,0 +1,146 @@
+"""A recipe in words: for the terminal and for docs/recipes.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from sglang_glm53.cookbook import expect, resolved
+from sglang_glm53.cookbook.command import (
+    Command,
+    router_command,
+    server_commands,
+)
+from sglang_glm53.cookbook.expect import Expected
+from sglang_glm53.cookbook.recipe import MINIATURE, Recipe, Server
+from sglang_glm53.features import STANDS_DOWN
+
+GIB = 2**30
+NOT_RUN = "not run here; see the sources"
+
+
+def commands(
+    recipe: Recipe,
+    version: str,
+    *,
+    model: str | None = None,
+    addresses: Mapping[str, str] | None = None,
+) -> list[Command]:
+    """Every command of the deployment, in the order in which they are started."""
+    found = server_commands(recipe, version, model=model, addresses=addresses or {})
+    router = router_command(recipe, addresses=addresses or {})
+    return [*found, router] if router else found
+
+
+def script(recipe: Recipe, version: str, **chosen: object) -> str:
+    """The commands as a shell takes them, each under a comment that says where it runs."""
+    blocks = []
+    if recipe.model == MINIATURE and not chosen.get("model"):
+        blocks.append("# the checkpoint, once\nglm53 tiny miniature")
+    several = len(found := commands(recipe, version, **chosen)) > 1  # type: ignore[arg-type]
+    for command in found:
+        title = f"# {command.title}\n" if several or blocks else ""
+        blocks.append(title + command.shell())
+    return "\n\n".join(blocks)
+
+
+def hardware(recipe: Recipe) -> str:
+    """ "8 x h200", "2 machines of 8 x h200", "prefill 8 x h200, decode 8 x h200"."""
+    parts = []
+    for server in recipe.servers:
+        where = server.hardware
+        text = f"{where.gpus} x {where.gpu}" if where.gpus else "no GPU"
+        if where.nodes > 1:
+            text = f"{where.nodes} machines of {text}"
+        parts.append(f"{server.role} {text}" if len(recipe.servers) > 1 else text)
+    return ", ".join(parts)
+
+
+def serves(recipe: Recipe, server: Server, version: str) -> str:
+    """Which class serves with that version of SGLang, and what stands down."""
+    told = resolved.find(recipe.name, server.role, version)
+    if told is None:
+        return "glm53 recipe check says"
+    down = told.features(STANDS_DOWN)
+    if not down:
+        return "ours"
+    return f"{told.serves}: " + "; ".join(f"{row.name} ({row.reason})" for row in down)
+
+
+def memory(recipe: Recipe, server: Server, version: str) -> Expected | str:
+    """What the ledger says of the server, or why nothing."""
+    told = resolved.find(recipe.name, server.role, version)
+    if told is None:
+        return "unknown before `glm53 recipe check`"
+    return expect.expected(recipe, server, told.args)
+
+
+def memory_lines(found: Expected | str) -> list[str]:
+    """The same in words."""
+    if isinstance(found, str):
+        return [found]
+    group = "" if found.groups == 1 else f" in each of {found.groups} attention groups"
+    fits = ", ".join(
+        f"{count} of {context:,} tokens" for context, count in found.fits.items() if count
+    )
+    return [
+        f"weights {found.weights_bytes / GIB:.1f} GiB a GPU, {found.cache_bytes / GIB:.1f} GiB "
+        f"for the cache at --mem-fraction-static {found.fraction:g}",
+        f"{found.token_bytes:,} bytes a token: {found.tokens:,} tokens{group}",
+        f"requests at the same time: {fits}" if fits else "not even one request of 9,216 tokens",
+        f"(glm53 ledger {ledger_arguments(found)})",
+    ]
+
+
+def ledger_arguments(found: Expected) -> str:
+    """What to give `glm53 ledger` for the figures of a server."""
+    words = [found.topology, f"--mem-fraction {found.fraction:g}"]
+    return " ".join([*words, f"--mtp {found.mtp}"] if found.mtp else words)
+
+
+def verified(recipe: Recipe) -> list[str]:
+    """What was really run."""
+    return [
+        f"{run.date}, SGLang {run.sglang}, {run.hardware}: `{run.command}`: {run.result}"
+        for run in recipe.verified
+    ] or [NOT_RUN]
+
+
+def text(recipe: Recipe, version: str, **chosen: object) -> str:
+    """Everything that there is to say of a recipe, for a terminal."""
+    lines = [f"{recipe.name}: {recipe.summary}", f"{recipe.model}, {hardware(recipe)}", ""]
+    lines += [script(recipe, version, **chosen), ""]
+    for server in recipe.servers:
+        suffix = f" ({server.role})" if len(recipe.servers) > 1 else ""
+        lines += _block(f"serves{suffix}", [serves(recipe, server, version)])
+        lines += _block(f"memory{suffix}", memory_lines(memory(recipe, server, version)))
+    used = dict.fromkeys(flags(recipe))
+    lines += _block("why", [f"{flag}: {recipe.why[flag]}" for flag in used])
+    for name, added in recipe.options.items():
+        words = " ".join(f"--{flag} {value}" for flag, value in added.items())
+        lines += _block(f"option {name}", [words.replace(" True", "")])
+    lines += _block("lives with", [f"{rule}: {why}" for rule, why in recipe.accepts.items()])
+    lines += _block("note", recipe.notes)
+    lines += _block("published", [f"{row.figure} [{row.source}]" for row in recipe.published])
+    lines += _block("source", recipe.sources)
+    lines += _block("verified", verified(recipe))
+    return "\n".join(lines)
+
+
+def flags(recipe: Recipe) -> Iterable[str]:
+    """Flags and variables that have a reason, in their order."""
+    for server in recipe.servers:
+        yield from (flag for flag in (*server.arguments, *server.environment) if flag != "port")
+    yield from recipe.router
+
+
+def _block(title: str, entries: Iterable[str]) -> list[str]:
+    """Entries under a title, wrapped."""
+    import textwrap
+
+    lines: list[str] = []
+    for entry in entries:
+        head = f"{title:<17} " if not lines else " " * 18
+        wrapped = textwrap.wrap(entry, 80, break_on_hyphens=False, break_long_words=False) or [""]
+        lines.append(head + wrapped[0])
+        lines += [" " * 18 + line for line in wrapped[1:]]
+    return lines
