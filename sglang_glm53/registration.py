@@ -106,8 +106,21 @@ def _hook_last_check(register: Any) -> None:
         previous(server_args)
         try:
             support.check_arguments(server_args)
+            _preflight(server_args)
         except Exception as error:
             failed(error, doing="checking the configuration")
+
+
+def _preflight(server_args: Any) -> None:
+    """Hold the doctor's rules against a server of ours (see checks/preflight.py)."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    from sglang_glm53.checks import preflight
+
+    model = model_config_of(server_args)
+    if support.is_ours(model.hf_config):
+        preflight.check(resolving_view(server_args), model.hf_config, model.model_path)
 
 
 def _register_models(_: Any) -> None:

@@ -183,7 +183,7 @@ RULES: tuple[Rule, ...] = (
         symptom="The server ends at start with one line; an older sglang-glm53 on a newer SGLang "
         "would fail inside a layer.",
         cause="SGLang's internals change with every release; only the named ones were tested.",
-        source=("SGLang 0.5.21 to 0.5.23, read side by side",),
+        source=("SGLang's releases, read side by side",),
         at_start=False,
     ),
     Rule(

@@ -1,0 +1,151 @@
+"""`glm53 check`: headers of safetensors files, whole and broken, and the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_glm53 import cli
+from sglang_glm53.checks.headers import INDEX, Tensor, read, scan
+
+
+def write(path: Path, header: dict[str, object], size: int = 0) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
+
+
+def entry(dtype: str, shape: list[int], first: int, last: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, last]}
+
+
+GOOD = {"__metadata__": {"format": "pt"}, "a": entry("BF16", [2, 3], 0, 12)}
+
+
+def test_a_header_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", GOOD, 12)
+    assert dict(read(tmp_path / "a.safetensors")) == {"a": Tensor("BF16", (2, 3), "a.safetensors")}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "no safetensors"),
+        (b"version https://git-lfs.github.com/spec/v1", "no safetensors"),
+        (struct.pack("<Q", 50) + b"{}", "truncated inside its header"),
+        (struct.pack("<Q", 2) + b"[]", "not safetensors'"),
+        (struct.pack("<Q", 2) + b"{]", "not safetensors'"),
+        (struct.pack("<Q", 2) + b"{}abc", "longer than its header"),
+    ],
+    ids=["empty", "lfs", "cut header", "list", "no json", "too long"],
+)
+def test_a_file_that_is_none_is_told(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(content)
+    found = scan(tmp_path)
+    assert found is not None and len(found.problems) == 1
+    assert found.problems[0].startswith("a.safetensors: ") and problem in found.problems[0]
+
+
+def test_a_truncated_file_is_told_with_its_sizes(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", GOOD, 11)
+    length = len(json.dumps(GOOD)) + 8
+    found = scan(tmp_path)
+    assert found is not None
+    assert found.problems == (f"a.safetensors: truncated: {length + 11} of {length + 12} bytes",)
+
+
+def test_a_shape_that_does_not_fit_its_bytes_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", {"a": entry("F32", [2, 3], 0, 12)}, 12)
+    found = scan(tmp_path)
+    assert found is not None and "a has 12 bytes for shape [2, 3]" in found.problems[0]
+
+
+def test_the_index_says_which_files_count(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", GOOD, 12)
+    write(tmp_path / "old.safetensors", GOOD, 12)
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {"a": "a.safetensors", "b": "a.safetensors"}})
+    )
+    found = scan(tmp_path)
+    assert found is not None and found.twice == ()
+    assert found.problems == (f"{INDEX} promises 1 tensors that no file has: b",)
+    (tmp_path / INDEX).unlink()
+    found = scan(tmp_path)
+    assert found is not None and found.twice == ("a",) and found.problems == ()
+
+
+def test_a_missing_file_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {"a": "gone.safetensors", "b": "gone.safetensors"}})
+    )
+    found = scan(tmp_path)
+    assert found is not None
+    assert found.problems == ("gone.safetensors: No such file or directory",)
+
+
+def test_a_folder_without_weights_has_no_headers(tmp_path: Path) -> None:
+    assert scan(tmp_path) is None and scan(None) is None
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of a tiny checkpoint, which the tests below break in turn."""
+    return shutil.copytree(tiny_checkpoint(), tmp_path_factory.mktemp("check") / "model")
+
+
+def said(capsys: pytest.CaptureFixture[str], folder: Path, code: int) -> str:
+    assert cli.main(["check", str(folder)]) == code
+    return capsys.readouterr().out
+
+
+def test_a_whole_checkpoint_passes(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, whole, 0)
+    assert "0 fail" in out and "checkpoint-missing" in out
+
+
+def test_an_fp8_checkpoint_passes(
+    tiny_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = said(capsys, tiny_checkpoint(fp8=True), 0)
+    assert "pass  checkpoint-scales" in out
+
+
+def test_another_config_is_seen(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every layer full, as in GLM-5: the shared layers' indexers are then missing."""
+    folder = shutil.copytree(whole, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["indexer_types"] = ["full"] * config["num_hidden_layers"]
+    config["index_topk_freq"] = config["index_topk_pattern"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    out = said(capsys, folder, 1)
+    assert "fail  checkpoint-missing" in out and "indexer" in out
+
+
+def test_json_and_a_damaged_file(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "model")
+    first = sorted(folder.glob("*.safetensors"))[0]
+    first.write_bytes(first.read_bytes()[:-1])
+    assert cli.main(["check", "--json", str(folder)]) == 1
+    content = json.loads(capsys.readouterr().out)
+    failed = [result["id"] for result in content["results"] if result["status"] == "fail"]
+    assert failed == ["checkpoint-files"], "what a damaged file lacks is not told again"
+
+
+def test_a_folder_that_is_no_checkpoint_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wanted in ("no config.json", "no safetensors files"):
+        assert cli.main(["check", str(tmp_path)]) == 1
+        assert wanted in capsys.readouterr().err
+        (tmp_path / "config.json").write_text("{}")
