@@ -21,6 +21,7 @@ ALIASES = {
     "data_parallel_size": "dp_size",
     "ep": "ep_size",
     "expert_parallel_size": "ep_size",
+    "enable_hicache": "enable_hierarchical_cache",
     "speculative_draft_model": "speculative_draft_model_path",
 }
 

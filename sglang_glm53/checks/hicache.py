@@ -8,17 +8,17 @@ from sglang_glm53.checks.rule import FAIL, WARN, Rule, Verdict
 
 
 def _draft_without_host_copy(facts: Facts) -> Verdict:
-    """SGLang packs an MTP draft of one layer into the target's host pool, and no other."""
-    if not facts.arg("enable_hierarchical_cache") or not facts.arg("speculative_algorithm"):
+    """SGLang keeps the MTP layer's keys as one more layer of the target's host pools."""
+    if not facts.arg("enable_hierarchical_cache") or not mtp(facts):
         return None
-    dtype = facts.arg("speculative_draft_kv_cache_dtype")
-    if dtype is not None and dtype != facts.arg("kv_cache_dtype"):
-        return {"why": f"the draft's cache is {dtype}, the target's is not"}
-    if facts.arg("enable_multi_layer_eagle"):
-        return {"why": "of several draft layers the first alone is copied"}
-    if not mtp(facts):
-        return {"why": f"{facts.arg('speculative_algorithm')} is no MTP layer of the checkpoint"}
-    return None
+    target, draft = facts.arg("kv_cache_dtype"), facts.arg("speculative_draft_kv_cache_dtype")
+    if {draft, target} & {None, "auto"} or _plain(draft) == _plain(target):
+        return None
+    return {"draft": draft, "target": target}
+
+
+def _plain(dtype: str) -> str:
+    return "bfloat16" if dtype == "bf16" else dtype
 
 
 def _storage_with_mtp(facts: Facts) -> Verdict:
@@ -38,11 +38,11 @@ RULES: tuple[Rule, ...] = (
         severity=FAIL,
         reads=("args",),
         condition=_draft_without_host_copy,
-        message="the hierarchical cache would not bring the draft's keys back whole: {why}",
-        cure="let the checkpoint's MTP layer draft with the target's cache dtype, or leave out "
-        "--enable-hierarchical-cache",
-        symptom="Accept length falls from 4.5 to 1.6 once evicted pages come back; a flush of "
-        "the cache restores it. No log line.",
+        message="the hierarchical cache packs the draft's layer into the target's host pools, and "
+        "the draft's cache is {draft} where the target's is {target}",
+        cure="leave out --speculative-draft-kv-cache-dtype",
+        symptom="A ValueError after the weights were read. SGLang before the fix restored the "
+        "target alone: accept length fell from 4.5 to 1.6 once evicted pages came back.",
         cause="Four pools hold a token: the latents and index keys of the target and of the draft. "
         "A page that comes back without all four is stale in the others.",
         source=(

@@ -580,7 +580,7 @@ TIERS: dict[str, Example] = {
             }
         },
         {"args": {**EAGLE, "enable_hierarchical_cache": True, "kv_cache_dtype": "fp8_e4m3"}},
-        ("bfloat16",),
+        ("draft's cache is bfloat16", "target's is fp8_e4m3"),
     ),
     "hicache-storage-draft": Example(
         {"args": {**EAGLE, "hicache_storage_backend": "mooncake"}}, {"args": EAGLE}, ("mooncake",)
