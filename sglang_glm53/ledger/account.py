@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from sglang_glm53.config import Glm53Config
-from sglang_glm53.ledger import memory, model, operators, roofline
+from sglang_glm53.ledger import loading, memory, model, operators, roofline
 from sglang_glm53.ledger.collectives import Collective, Pass, collectives, pass_rows
 from sglang_glm53.ledger.formula import Figure, Number, Sheet
 from sglang_glm53.ledger.hardware import Hardware
@@ -83,6 +83,8 @@ class Account:
 
     Attributes:
         mem_fraction: SGLang's --mem-fraction-static.
+        dummy: weights are random (--load-format dummy), whose loading leaves more behind.
+        free_bytes: of the GPU before loading, where others use it too.
     """
 
     config: Glm53Config
@@ -90,6 +92,8 @@ class Account:
     workload: Workload
     hardware: Hardware
     mem_fraction: float = MEM_FRACTION
+    dummy: bool = False
+    free_bytes: float | None = None
 
     def __post_init__(self) -> None:
         self.topology.check(self.config)
@@ -119,9 +123,17 @@ class Account:
             self.topology,
             self.workload,
             self.hardware,
-            stored=self.stored["stored_while_sizing"],
+            loaded=self.loaded.total,
             kv_token=self.kv["kv_bytes_per_token"],
             mem_fraction=self.mem_fraction,
+            free=self.free_bytes,
+        )
+
+    @cached_property
+    def loaded(self) -> loading.Loaded:
+        """What loading takes of the free memory."""
+        return loading.loaded(
+            self.config, self.topology, mtp=self.workload.drafts, dummy=self.dummy
         )
 
     @cached_property

@@ -15,7 +15,7 @@ from sglang_glm53.ledger import units
 from sglang_glm53.ledger.account import Account, Step
 from sglang_glm53.ledger.article import Claims
 from sglang_glm53.ledger.model import cache
-from sglang_glm53.ledger.observations import observations, residues
+from sglang_glm53.ledger.observations import layouts, observations
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SOURCE, TARGET = "request-path.md.in", "request-path.md"
@@ -99,7 +99,7 @@ def values() -> dict[str, str]:
         "table_tp8": _collectives(tp8.decode),
         "table_dp8": _collectives(deepep.decode),
         "table_observations": _observations(),
-        "table_residues": _residues(),
+        "table_layouts": _layouts(),
         "table_right": "; ".join(
             f"{claim.topic} ({claim.words})" for claim in claims.found if claim.is_right
         )
@@ -199,16 +199,26 @@ def _number(value: float) -> str:
     return f"{value:.4f}" if value < 1 else f"{value:,.2f}" if value < 1e3 else f"{value:,.0f}"
 
 
-def _residues() -> str:
+def _layouts() -> str:
     return _table(
-        ("slice", "tokens of the cache", "in use, GiB", "weights counted, GiB", "not counted, GiB"),
+        (
+            "slice",
+            "tensors, GiB",
+            "of the free memory, GiB",
+            "tokens, SGLang",
+            "tokens, estimate",
+            "difference, GiB",
+        ),
         (
             (
                 each.name,
+                f"{each.stored:.2f}",
+                f"{each.loaded:.2f}",
                 f"{each.tokens:,}",
-                *(f"{n:.2f}" for n in (each.used, each.counted, each.gib)),
+                f"{each.estimated:,}",
+                f"{each.difference_gib:+.2f}",
             )
-            for each in residues()
+            for each in layouts()
         ),
     )
 

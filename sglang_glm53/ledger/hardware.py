@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import yaml
 from sglang_glm53.errors import Glm53Error
 
 FOLDER = Path(__file__).parent / "data"
+MEASURED = "h200"  # what the others take where nobody measured them
 RATES = (
     "memory_bytes",
     "bandwidth",
@@ -42,6 +43,24 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class Before:
+    """Bytes of a GPU that are not free when a rank begins to load: the driver's, the process's CUDA
+    context, and what communication set up.
+
+    Attributes:
+        alone: of a rank that has no others. together: of a rank among others.
+    """
+
+    alone: float
+    together: float
+    source: str
+
+    def of(self, ranks: int) -> float:
+        """Of one of so many ranks."""
+        return self.alone if ranks == 1 else self.together
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One GPU of a machine, and its links.
 
@@ -51,6 +70,8 @@ class Hardware:
         link: to the other GPUs of the machine, one direction, B/s.
         launch_latency: of one collective, seconds.
         network: to other machines, B/s a GPU.
+        before_loading: what of the memory is gone before weights are loaded; an H200's where the
+            data file does not say.
     """
 
     name: str
@@ -62,6 +83,7 @@ class Hardware:
     link: Rate
     launch_latency: Rate
     network: Rate
+    before_loading: Before
 
 
 def available() -> list[str]:
@@ -94,6 +116,27 @@ def load(name: str) -> Hardware:
         name=path.stem,
         title=str(content.get("title", path.stem)),
         **{rate: _rate(path, rate, content[rate]) for rate in RATES},
+        before_loading=_before(path, content),
+    )
+
+
+def _before(path: Path, content: dict[str, Any]) -> Before:
+    given = content.get("before_loading")
+    if given is None:
+        if path.stem == MEASURED:
+            raise Glm53Error(f"{path} lacks before_loading")
+        other = load(MEASURED)
+        return replace(
+            other.before_loading, source=f"as on {other.title}: {other.before_loading.source}"
+        )
+    if not isinstance(given, dict) or not all(
+        isinstance(given.get(key), int | float) and given[key] >= 0 for key in ("alone", "together")
+    ):
+        raise Glm53Error(
+            f"{path}: before_loading needs the numbers alone and together, in bytes (0.72e+9)"
+        )
+    return Before(
+        float(given["alone"]), float(given["together"]), " ".join(str(given.get("source")).split())
     )
 
 

@@ -10,16 +10,15 @@ from dataclasses import dataclass
 
 from sglang_glm53.bench.rank_slice import slice_config
 from sglang_glm53.config import Glm53Config
-from sglang_glm53.ledger import memory, model
+from sglang_glm53.ledger import hardware, memory, model
+from sglang_glm53.ledger.account import Account
 from sglang_glm53.ledger.formula import Figure, Sheet
 from sglang_glm53.ledger.glm53 import config_json
-from sglang_glm53.ledger.topology import Topology
+from sglang_glm53.ledger.topology import Topology, Workload
 
 GIB = 2**30
 INFERENCEX = "comments in InferenceX's GLM-5 scripts (public); SGLang before 0.5.22"
-SLICE = "docs/benchmarks/slice.json"
-# What the driver says is free on an H200 beside a process's own context (slice.json).
-FREE_GIB = 139.29
+RECORDED = "docs/benchmarks/memory.json"
 
 
 @dataclass(frozen=True)
@@ -119,38 +118,21 @@ def _published() -> list[Observation]:
     return found
 
 
-# SGLang's pool on the slice: layers, MTP, --mem-fraction-static (glm53 bench slice's own choice for
-# 139.8 GiB), tokens of SGLang's class and of ours.
-POOLS = {
-    "decode": (78, False, 0.82, 147520, 147904),
-    "mtp": (78, True, 0.83, 86528, 87552),
-    "prefill, 10 layers": (10, False, 0.16, 853120, 858112),
+# What SGLang's logs said of rank slices on an H200 (docs/benchmarks/memory.json): layers, MTP,
+# --mem-fraction-static (glm53 bench slice's own choice), GiB free before loading (None: not logged;
+# a GPU of its own), then for SGLang's class and for ours the tokens of the cache.
+POOLS: dict[str, tuple[int, bool, float, float | None, int, int]] = {
+    "78-fp8": (78, False, 0.82, None, 147520, 147904),
+    "78-fp8-mtp": (78, True, 0.83, 139.13, 86528, 87552),
+    "10-fp8-prefill": (10, False, 0.16, 126.38, 853120, 858112),
 }
 LOADED_GIB = 106.66
 
 
 def _slice() -> list[Observation]:
-    config = _slice_config(78)
-    stored = memory.stored(config, Topology(), mtp=False)
-    loaded = Sheet({"gib": GIB}, stored).figure(
-        "loaded", "stored_bytes / gib", "GiB", "loaded weights of the slice"
-    )
-    pool = Sheet(
-        {
-            "gib": GIB,
-            "free_gib": FREE_GIB,
-            "fraction": POOLS["decode"][2],
-            "loaded_gib": LOADED_GIB,
-            "page_tokens": 64,
-        },
-        model.cache(config, "fp8"),
-    )
-    tokens = pool.figure(
-        "tokens",
-        "floor((fraction * free_gib - loaded_gib) * gib / kv_bytes_per_token / page_tokens)"
-        " * page_tokens",
-        "tokens",
-        "tokens of the pool",
+    account = _slice_account("78-fp8")
+    loaded = Sheet({"gib": GIB, "loaded": account.loaded.target}).figure(
+        "loaded_gib", "loaded / gib", "GiB", "loaded weights of the slice", "ledger/loading.py"
     )
     return [
         Observation(
@@ -158,52 +140,76 @@ def _slice() -> list[Observation]:
             "loaded weights of the slice, SGLang's log: 106.66 GB, which are GiB",
             LOADED_GIB,
             loaded,
-            0.01,
-            "docs/benchmarks.md",
-            "the log's figure is the change of the GPU's free memory, so CUDA's modules and the "
-            "allocator's rounding are in it; they are not counted",
+            0.001,
+            RECORDED,
+            "the tensors are 105.82 GiB; the log's figure is the change of the GPU's free memory, "
+            "and the loader for random weights leaves copies in the allocator",
         ),
         Observation(
             "slice-pool",
             "tokens of the slice's cache at --mem-fraction-static 0.82: 147,520",
             147520,
-            tokens,
-            0.021,
-            SLICE,
-            f"from the logged 106.66 GiB and {FREE_GIB} GiB free: the difference of two large "
-            "numbers, 0.15 GiB are 2 % of it",
+            account.capacity.figures["pool_tokens"],
+            0.007,
+            RECORDED,
+            "0.05 GiB: kernels that the driver loaded meanwhile are not counted",
         ),
     ]
 
 
 @dataclass(frozen=True)
-class Residue:
-    """Memory in use when SGLang sized a pool, beside the weights that are counted; GiB.
+class Layout:
+    """One recorded rank beside the estimate of it.
 
-    used: from the pool's tokens, by SGLang's rule. counted: `stored_while_sizing`.
+    Attributes:
+        name: of the shape, and the side. tokens: that SGLang's cache held. estimated: by the
+            ledger's rule. token_bytes: of one.
+        stored: tensors, GiB. loaded: with what the allocator keeps, GiB. Draft included.
     """
 
     name: str
     tokens: int
-    used: float
-    counted: float
+    estimated: int
+    token_bytes: int
+    stored: float
+    loaded: float
 
     @property
-    def gib(self) -> float:
-        return self.used - self.counted
+    def difference_gib(self) -> float:
+        """Of the cache; positive where the estimate has more."""
+        return (self.estimated - self.tokens) * self.token_bytes / GIB
 
 
-def residues() -> list[Residue]:
-    """Of the three shapes that were measured, SGLang's class and ours. No constant is fitted."""
+def layouts() -> list[Layout]:
+    """Of the shapes that were recorded, SGLang's class and ours. No constant is fitted."""
     found = []
-    for name, (layers, mtp, fraction, *pools) in POOLS.items():
-        config = _slice_config(layers)
-        counted = memory.stored(config, Topology(), mtp=mtp)["stored_while_sizing"] / GIB
-        token = model.cache(config, "fp8", mtp=mtp)["kv_bytes_per_token"]
-        for side, tokens in zip(("stock", "ours"), pools, strict=True):
-            used = fraction * FREE_GIB - tokens * token / GIB
-            found.append(Residue(f"{name}, {side}", tokens, used, counted))
+    for name, (*_, stock, ours) in POOLS.items():
+        account = _slice_account(name)
+        for side, tokens in (("stock", stock), ("ours", ours)):
+            found.append(
+                Layout(
+                    f"{name}, {side}",
+                    tokens,
+                    int(account.capacity["pool_tokens"]),
+                    int(account.kv["kv_bytes_per_token"]),
+                    account.stored["stored_while_sizing"] / GIB,
+                    account.loaded.total / GIB,
+                )
+            )
     return found
+
+
+def _slice_account(name: str) -> Account:
+    layers, mtp, fraction, free, *_ = POOLS[name]
+    return Account(
+        _slice_config(layers),
+        Topology(),
+        Workload(steps=5, tokens=6) if mtp else Workload(),
+        hardware.load("h200"),
+        fraction,
+        dummy=True,
+        free_bytes=None if free is None else free * GIB,
+    )
 
 
 def _slice_config(layers: int) -> Glm53Config:

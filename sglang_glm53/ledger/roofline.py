@@ -98,30 +98,50 @@ def capacity(
     workload: Workload,
     hardware: Hardware,
     *,
-    stored: Number,
+    loaded: Number,
     kv_token: Number,
     mem_fraction: float,
+    free: Number | None = None,
 ) -> Sheet:
     """What fits beside the weights: SGLang's rule for the size of its pool.
 
-    `--mem-fraction-static` is the share of the GPU's memory for weights and cache together; the
-    rest is for activations, graphs and workspaces.
+    The pool gets what is free after loading, less the share of what was free before it that
+    `--mem-fraction-static` leaves for activations, graphs and workspaces.
+
+    Args:
+        loaded: bytes by which loading lowers the free memory, the draft's included.
+        free: bytes that are free before loading; default: all that the driver and the rank's own
+            context leave.
     """
-    sheet = Sheet(
-        {
-            "memory": hardware.memory_bytes.best_known,
-            "fraction": mem_fraction,
-            "stored": stored,
-            "kv_token": kv_token,
-            "page_tokens": workload.page,
-            "context": workload.context,
-            "groups": topology.dp,
-            "longest": config.max_position_embeddings,
-        }
-    )
+    before = hardware.before_loading
+    names: dict[str, Number] = {
+        "memory": hardware.memory_bytes.best_known,
+        "before_loading": before.of(topology.tp),
+        "fraction": mem_fraction,
+        "loaded": loaded,
+        "kv_token": kv_token,
+        "page_tokens": workload.page,
+        "context": workload.context,
+        "groups": topology.dp,
+        "longest": config.max_position_embeddings,
+    }
+    if free is not None:
+        names["given"] = free
+    sheet = Sheet(names)
     rule = "SGLang mem_cache/kv_cache_configurator.py _profile_available_bytes"
-    origin = f"{hardware.memory_bytes.origin}: {hardware.memory_bytes.source}"
-    sheet.add("pool_bytes", "max(0, fraction * memory - stored)", "B", "room for the cache", origin)
+    origin = f"{hardware.memory_bytes.origin}: {hardware.memory_bytes.source}; {before.source}"
+    sheet.add(
+        "free_before",
+        "memory - before_loading" if free is None else "given",
+        "B",
+        "free before loading",
+        origin if free is None else "given",
+    )
+    sheet.add("free_after", "free_before - loaded", "B", "free after loading", "ledger/loading.py")
+    sheet.add(
+        "outside", "free_before * (1 - fraction)", "B", "kept free of weights and cache", rule
+    )
+    sheet.add("pool_bytes", "max(0, free_after - outside)", "B", "room for the cache", rule)
     sheet.add(
         "pool_tokens",
         "floor(pool_bytes / kv_token / page_tokens) * page_tokens",

@@ -391,7 +391,8 @@ def test_the_bound_is_bytes_over_bandwidth(config: Glm53Config, h200: hardware.H
 
 def test_what_fits(config: Glm53Config) -> None:
     one = account(config, "dp8-deepep", context=8192, batch=8)
-    free = 0.85 * 150.11e9 - one.stored["stored_bytes"]
+    # Among eight ranks 2.51 GiB are gone before anything is loaded.
+    free = 0.85 * (150.11e9 - 2.695e9) - one.loaded.total
     tokens = one.capacity["pool_tokens"]
     assert tokens % 64 == 0 and tokens * 53940 <= free < (tokens + 64) * 53940
     assert one.capacity["concurrent"] == 8 * (tokens // 8192)
@@ -425,7 +426,9 @@ def test_measured_rates_are_those_of_the_recorded_run() -> None:
     assert gpu.memory_bytes.measured / 2**30 == pytest.approx(
         recorded["machine"]["gpu_memory_gib"], abs=0.05
     )
-    assert observations.FREE_GIB == recorded["machine"]["gpu_memory_free_gib"]
+    # A process that only asks has a context too, and nothing of SGLang's.
+    asked = recorded["machine"]["gpu_memory_gib"] - recorded["machine"]["gpu_memory_free_gib"]
+    assert asked < gpu.before_loading.alone / 2**30 < asked + 0.25
 
 
 @pytest.mark.parametrize(
@@ -457,17 +460,12 @@ def test_the_pools_of_the_recorded_run_are_the_observed_ones() -> None:
     rows = {(row["work"], side): row[f"kv_tokens_{side}"] for row in recorded["rows"]
             for side in ("stock", "ours")}  # fmt: skip
     for name, work in (
-        ("decode", "decode"),
-        ("mtp", "mtp_step"),
-        ("prefill, 10 layers", "prefill"),
+        ("78-fp8", "decode"),
+        ("78-fp8-mtp", "mtp_step"),
+        ("10-fp8-prefill", "prefill"),
     ):
-        stock, ours = observations.POOLS[name][3:]
+        stock, ours = observations.POOLS[name][4:]
         assert (rows[work, "stock"], rows[work, "ours"]) == (stock, ours)
-
-
-def test_what_is_not_counted_is_little_and_never_negative() -> None:
-    for residue in observations.residues():
-        assert 0 < residue.gib < 2.5, residue.name
 
 
 # --- what cannot be ------------------------------------------------------------------------------
