@@ -139,6 +139,8 @@ class FewRows:
         *,
         tile: int = 64,
         split: int = 1,
+        stages: int = 4,
+        warps: int = 4,
     ) -> torch.Tensor:
         """[T, in] times [out, in] transposed -> [T, out] bf16.
 
@@ -147,10 +149,12 @@ class FewRows:
             weight, weight_scale: e4m3 [out, in] and fp32 [out / 128, in / 128], rounded up.
             tile: rows of the weight in one program, a divisor of `out`.
             split: programs that share the inner dimension.
+            stages, warps: loads ahead of the products, and warps of a program.
         """
         outer = weight.shape[0]
         output = torch.empty(x[0].shape[0], outer, dtype=torch.bfloat16, device=self.device)
-        self._launch(x, weight, weight_scale, output, None, outer, tile, split)
+        launch = (outer, tile, split, stages, warps)
+        self._launch(x, weight, weight_scale, output, None, *launch)
         return output
 
     def gate_up(
@@ -160,6 +164,8 @@ class FewRows:
         weight_scale: torch.Tensor,
         *,
         split: int = 1,
+        stages: int = 4,
+        warps: int = 4,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """silu(gate) * up of a merged projection, quantised for the next product.
 
@@ -172,7 +178,8 @@ class FewRows:
         rows, outer = x[0].shape[0], weight.shape[0] // 2
         output = torch.empty(rows, outer, dtype=torch.float8_e4m3fn, device=self.device)
         scales = group_scales(rows, outer, self.device)
-        self._launch(x, weight, weight_scale, output, scales, outer, GROUP, split)
+        launch = (outer, GROUP, split, stages, warps)
+        self._launch(x, weight, weight_scale, output, scales, *launch)
         return output, scales
 
     def _launch(
@@ -185,6 +192,8 @@ class FewRows:
         outer: int,
         tile: int,
         split: int,
+        stages: int,
+        warps: int,
     ) -> None:
         values, x_scale = x
         rows, inner = values.shape
@@ -217,8 +226,8 @@ class FewRows:
             ACTIVATES=scales is not None,
             SMALLEST_AMAX=SMALLEST,
             LARGEST=FP8_MAX,
-            num_warps=4,
-            num_stages=4,
+            num_warps=warps,
+            num_stages=stages,
         )
 
 
