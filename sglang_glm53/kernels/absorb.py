@@ -17,8 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_glm53.kernels.fp8_rows import GROUP, SMALLEST, group_scales, quantise_groups
-from sglang_glm53.layers.fp8 import dequantize_blocks
+from sglang_glm53.kernels.fp8 import (
+    GROUP,
+    SMALLEST,
+    dequantise_blocks,
+    group_scales,
+    quantise_groups,
+)
 from sglang_glm53.memory.quantise import FP8_MAX
 
 ROWS = 16  # tokens of one program: the least that a matrix instruction takes
@@ -135,7 +140,7 @@ def fold_queries_torch(
     rope = rope_table.shape[1]
     q = q.unflatten(1, (heads, -1)).float()
     q_nope, q_rope = q.split([q.shape[2] - rope, rope], dim=2)
-    per_head = dequantize_blocks(weight, weight_scale, torch.float32).unflatten(0, (heads, -1))
+    per_head = dequantise_blocks(weight, weight_scale, torch.float32).unflatten(0, (heads, -1))
     w_uk = per_head[:, :-v_head_dim]
     folded = torch.einsum("thn,hnk->thk", q_nope, w_uk)
     cos, sin = (part[:, None] for part in rope_table[positions].chunk(2, dim=1))
@@ -225,7 +230,7 @@ def unfold_values_torch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`unfold_values` in plain torch."""
     heads = attended.shape[1]
-    per_head = dequantize_blocks(weight, weight_scale, torch.float32).unflatten(0, (heads, -1))
+    per_head = dequantise_blocks(weight, weight_scale, torch.float32).unflatten(0, (heads, -1))
     values = torch.einsum("thk,hvk->thv", attended.float(), per_head[:, -v_head_dim:])
     return quantise_groups(values.flatten(1).to(attended.dtype))
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from sglang_glm53.kernels.fp8_rows import GROUP, SMALLEST, group_scales, quantise_groups
+from sglang_glm53.kernels.fp8 import GROUP, SMALLEST, group_scales, quantise_groups
 from sglang_glm53.memory.quantise import FP8_MAX
 
 

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from sglang_glm53.kernels.fp8_rows import (
+from sglang_glm53.kernels.fp8 import (
     GROUP,
     SMALLEST,
+    dequantise_blocks,
     dequantise_groups,
     group_scales,
     quantise_groups,
 )
-from sglang_glm53.layers.fp8 import dequantize_blocks
 from sglang_glm53.memory.quantise import FP8_MAX
 
 MOST_ROWS = 32
@@ -235,7 +235,7 @@ def matmul_torch(
     x: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor, weight_scale: torch.Tensor
 ) -> torch.Tensor:
     """`FewRows.matmul` in plain torch, fp32 sums."""
-    dense = dequantize_blocks(weight, weight_scale, torch.float32)
+    dense = dequantise_blocks(weight, weight_scale, torch.float32)
     return (dequantise_groups(*x) @ dense.T).to(torch.bfloat16)
 
 

@@ -41,7 +41,7 @@ from torch import nn
 
 from sglang_glm53.compat.torch_attention import serves_plain_torch
 from sglang_glm53.config import Glm53Config
-from sglang_glm53.layers.fp8 import dequantize_blocks
+from sglang_glm53.kernels.fp8 import dequantise_blocks
 from sglang_glm53.layers.gemm import FEW_ROW_QUERY_SHAPES, project
 from sglang_glm53.layers.indexer import GlmIndexer, GlmTorchIndexer
 from sglang_glm53.layers.streams import forked, join, overlaps
@@ -443,7 +443,7 @@ class GlmAttention(nn.Module):
         weight = self.kv_b_proj.weight.data
         if weight.dtype == torch.float8_e4m3fn:
             scale = self.kv_b_proj.weight_scale_inv.data
-            weight = dequantize_blocks(weight, scale, self.kv_a_layernorm.weight.dtype)
+            weight = dequantise_blocks(weight, scale, self.kv_a_layernorm.weight.dtype)
         per_head = weight.unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
         w_kc, w_vc = per_head.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
         self.w_kc = _store(self.w_kc, w_kc.transpose(1, 2).contiguous().transpose(1, 2))

@@ -90,7 +90,7 @@ def products(rows: int, speed: float, short: bool) -> list[dict[str, Any]]:
     from sglang.srt.layers.deep_gemm_wrapper import gemm_nt_f8f8bf16
 
     from sglang_glm53.kernels.few_rows import FewRows, gate_up_torch, matmul_torch
-    from sglang_glm53.kernels.fp8_rows import dequantise_groups, quantise_groups
+    from sglang_glm53.kernels.fp8 import dequantise_groups, quantise_groups
 
     few, found = FewRows("cuda"), []
     for name, (outer, inner) in PRODUCTS.items():
@@ -198,7 +198,7 @@ def absorbed(rows: int, speed: float, short: bool) -> list[dict[str, Any]]:
         unfold_values,
         unfold_values_torch,
     )
-    from sglang_glm53.kernels.fp8_rows import dequantise_groups
+    from sglang_glm53.kernels.fp8 import dequantise_groups
 
     heads, nope, v, kv = 64, 192, 256, 512
     weights = cold(heads * (nope + v), kv)

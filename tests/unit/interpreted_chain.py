@@ -9,7 +9,7 @@ import torch
 import triton_on_cpu  # noqa: F401  (before anything that imports Triton)
 
 from sglang_glm53.kernels import absorb, act_quant, few_rows, latents, norm_quant
-from sglang_glm53.kernels.fp8_rows import dequantise_groups, quantise_groups
+from sglang_glm53.kernels.fp8 import dequantise_groups, quantise_groups
 
 # What rows may hold: scales of the values, zeros, and the largest that bf16 sums bear.
 SCALES = (1.0, 0.0, 1e-20, 1e15)

@@ -1,4 +1,5 @@
-"""Rows as the block-scaled matrix products read them: e4m3, one fp32 scale for 128 values."""
+"""Block-scaled FP8 (e4m3) in plain torch: weights in blocks of 128 x 128, rows in groups of 128,
+each with one fp32 scale."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+from sglang_glm53.checkpoint import FP8_BLOCK
 from sglang_glm53.memory.quantise import FP8_MAX
 
-GROUP = 128
+GROUP = FP8_BLOCK
 SMALLEST = 1e-10  # a group's largest |value| counts as at least this much, as in SGLang's writer
 ALIGNMENT = 4  # rows of the scales: a column begins at a multiple of 16 bytes, as TMA wants
 
@@ -32,6 +34,16 @@ def quantise_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantise_groups(fp8: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """fp32 values of `quantise_groups`' result."""
     return (fp8.float().unflatten(1, (-1, GROUP)) * scales[..., None]).flatten(1)
+
+
+def dequantise_blocks(
+    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """[rows, cols] FP8 times its [ceil(rows/128), ceil(cols/128)] FP32 scales, as ``dtype``."""
+    rows, cols = weight.shape
+    per_value = scale.float().repeat_interleave(GROUP, 0)[:rows]
+    per_value = per_value.repeat_interleave(GROUP, 1)[:, :cols]
+    return (weight.float() * per_value).to(dtype)
 
 
 def sanitizer_cases() -> list[tuple[str, Callable[[], object]]]:
