@@ -18,6 +18,7 @@ import triton.language as tl
 
 from sglang_glm53.kernels.fp8 import (
     GROUP,
+    MOST_ROWS,
     SMALLEST,
     dequantise_blocks,
     dequantise_groups,
@@ -25,8 +26,6 @@ from sglang_glm53.kernels.fp8 import (
     quantise_groups,
 )
 from sglang_glm53.memory.quantise import FP8_MAX
-
-MOST_ROWS = 32
 
 
 @triton.jit

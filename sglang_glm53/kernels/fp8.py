@@ -12,6 +12,7 @@ from sglang_glm53.memory.quantise import FP8_MAX
 
 GROUP = FP8_BLOCK
 SMALLEST = 1e-10  # a group's largest |value| counts as at least this much, as in SGLang's writer
+MOST_ROWS = 32  # a decode or verify step has; the kernels of the decode chain take no more
 ALIGNMENT = 4  # rows of the scales: a column begins at a multiple of 16 bytes, as TMA wants
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from sglang_glm53.compat.layers import make_topk, num_fused_shared_experts
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.errors import Glm53Error
+from sglang_glm53.layers.decode_chain import attached, is_block_fp8, product
 from sglang_glm53.layers.streams import join, overlaps
 
 # Rows up to which SGLang's GEMM for a handful of rows serves the router; also its compiled limit.
@@ -67,6 +68,11 @@ class GlmMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] == 0:
             return x
+        rows = attached(x)
+        if rows is not None and is_block_fp8(self.gate_up_proj) and is_block_fp8(self.down_proj):
+            from sglang_glm53.kernels.act_quant import silu_mul_quant
+
+            return product(self.down_proj, silu_mul_quant(product(self.gate_up_proj, rows)))
         gate_up, _ = self.gate_up_proj(x)
         return self.down_proj(self.act_fn(gate_up))[0]
 
