@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-PARTS = ("products", "rows", "absorbed")
+PARTS = ("products", "rows", "absorbed", "experts")
 # out, in of a rank whose attention is not split (attention DP): GLM-5.3.
 PRODUCTS = {
     "qkv_a": (2624, 6144),
@@ -235,6 +235,66 @@ def absorbed(rows: int, speed: float, short: bool) -> list[dict[str, Any]]:
     return found
 
 
+def routed(rows: int, speed: float, short: bool) -> list[dict[str, Any]]:
+    """A rank's 32 experts beside SGLang's Triton experts: round-robin choices, as in the bench."""
+    from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_experts_impl
+
+    from sglang_glm53.kernels.experts import (
+        expert_parts,
+        expert_parts_torch,
+        sum_parts,
+        sum_parts_torch,
+    )
+    from sglang_glm53.kernels.fp8 import quantise_groups
+
+    count, hidden, width, choices = 32, 6144, 2048, 8
+    chosen = torch.arange(rows * choices, device="cuda").view(rows, choices).int() % count
+    weight = torch.rand(rows, choices, device="cuda")
+    x = torch.randn(rows, hidden, device="cuda").bfloat16()
+    shared, quantised = torch.randn_like(x), quantise_groups(x)
+    layers = []
+    for _ in range(3):
+        pairs = []
+        for outer, inner in ((2 * width, hidden), (hidden, width)):
+            values = torch.empty(count, outer, inner, dtype=torch.float8_e4m3fn, device="cuda")
+            for expert in range(count):
+                values[expert] = torch.randn(outer, inner, device="cuda").to(values.dtype)
+            scale = torch.rand(count, outer // BLOCK, inner // BLOCK, device="cuda") * 0.02 + 0.01
+            pairs.append((values, scale))
+        layers.append(pairs)
+
+    def stock(gate_up: Any, down: Any) -> torch.Tensor:
+        total = fused_experts_impl(
+            x, gate_up[0], down[0], weight, chosen, use_fp8_w8a8=True, w1_scale=gate_up[1],
+            w2_scale=down[1], block_shape=[BLOCK, BLOCK], routed_scaling_factor=2.5,
+        )  # fmt: skip
+        return total.add_(shared)
+
+    def ours(gate_up: Any, down: Any, **how: Any) -> torch.Tensor:
+        parts = expert_parts(quantised, gate_up, down, chosen, weight, **how)
+        return sum_parts(parts, chosen, count, shared, factor=2.5)
+
+    times = {"stock": time_graph([partial(stock, *pairs) for pairs in layers * 4])}
+    for stages, warps in itertools.product((3, 4, 5), (4, 8)):
+        try:
+            how = {"stages": stages, "warps": warps}
+            times[f"{stages}/{warps}"] = time_graph(
+                [partial(ours, *pairs, **how) for pairs in layers * 4]
+            )
+        except Exception as error:
+            print(f"chain: experts {stages}/{warps}: {' '.join(str(error).split())[:120]}")
+    best = min((name for name in times if name != "stock"), key=times.__getitem__)
+    parts = expert_parts_torch(quantised, *layers[0], chosen, weight)
+    twin = sum_parts_torch(parts, chosen, count, shared, factor=2.5).float()
+    apart = [float((run(*layers[0]).float() - twin).norm() / twin.norm()) for run in (stock, ours)]
+    read = min(count, rows * choices) * 3 * hidden * width
+    row = {"name": "experts", "rows": rows, "stock_us": times["stock"], "ours_us": times[best]}
+    row |= {"setting": best, "bound_us": read / speed * 1e6, "apart": apart[1], "times": times}
+    told = f"{times['stock']:.1f} us, ours {times[best]:.1f} ({best}), bound {row['bound_us']:.1f}"
+    print(f"chain: experts, {rows} rows: {told}; from the twin {apart[0]:.1e}, ours {apart[1]:.1e}")
+    return [row]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="kernels of the decode chain on a GPU")
     parser.add_argument("out", type=Path)
@@ -245,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     speed = bandwidth()
     print(f"chain: a large copy reads and writes {speed / 1e12:.2f} TB/s", flush=True)
-    runs = {"products": products, "rows": row_kernels, "absorbed": absorbed}
+    runs = {"products": products, "rows": row_kernels, "absorbed": absorbed, "experts": routed}
     record: dict[str, Any] = {"bytes_per_second": speed, "rows": []}
     for part in args.only:
         for rows in args.rows:

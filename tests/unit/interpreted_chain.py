@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import triton_on_cpu  # noqa: F401  (before anything that imports Triton)
 
-from sglang_glm53.kernels import absorb, act_quant, few_rows, latents, norm_quant
+from sglang_glm53.kernels import absorb, act_quant, experts, few_rows, latents, norm_quant
 from sglang_glm53.kernels.fp8 import dequantise_groups, quantise_groups
 
 # What rows may hold: scales of the values, zeros, and the largest that bf16 sums bear.
@@ -156,6 +156,32 @@ def check_few_rows() -> None:
         raise AssertionError(f"{bad} was taken")
 
 
+def check_experts() -> None:
+    count, hidden, width = 5, 384, 256
+    pairs = [
+        (torch.randn(count, *shape).to(torch.float8_e4m3fn), torch.rand(count, *scale))
+        for shape, scale in (
+            ((2 * width, hidden), (2 * width // 128, hidden // 128)),
+            ((hidden, width), (hidden // 128, width // 128)),
+        )
+    ]
+    for rows, choices in ((1, 2), (3, 4), (17, 2), (0, 2)):
+        # Experts of other ranks, -1 and one past the end: such choices count nothing.
+        chosen = torch.rand(rows, count + 2).argsort(1)[:, :choices].int() - 1
+        inputs = quantise_groups(rows_of(rows, hidden).clamp(-1e3, 1e3)), *pairs, chosen
+        weight = torch.rand(rows, choices)
+        here = (chosen >= 0) & (chosen < count)
+        parts = [run(*inputs, weight) for run in (experts.expert_parts, experts.expert_parts_torch)]
+        near(parts[0][here], parts[1][here], 2**-6)
+        assert bool(parts[0][~here].isnan().all())  # left as they were
+        for shared in (None, torch.randn(rows, hidden).bfloat16()):
+            more = parts[0], chosen, count, shared
+            same(
+                (experts.sum_parts(*more, factor=2.5),),
+                (experts.sum_parts_torch(*more, factor=2.5),),
+            )
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     poisoned_empty()
@@ -164,4 +190,5 @@ if __name__ == "__main__":
     check_latents()
     check_absorb()
     check_few_rows()
+    check_experts()
     print("ok")

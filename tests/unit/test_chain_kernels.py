@@ -62,6 +62,22 @@ def test_a_product_of_few_rows_runs_on_the_tensor_cores() -> None:
         assert "wgmma" in ptx and "cp.async" in ptx  # loads run ahead of the products
 
 
+def test_the_experts_run_on_the_tensor_cores() -> None:
+    from sglang_glm53.kernels.experts import _down, _gate_up, _sum
+
+    shape = {"HIDDEN": 6144, "WIDTH": 2048, "TOKENS": 16, "CHOICES": 8, "TILE": 128}
+    scales = ("x_scale", "weight_scale", "inner_scale", "router_weight")
+    types = dict.fromkeys(("x", "weight", "inner"), FP8) | dict.fromkeys(scales, FP32)
+    types |= {"chosen": INT, "output": BF16, "rows": "i32", "x_scale_stride": "i32"}
+    limits = {"SMALLEST_AMAX": 1e-10, "LARGEST": 448.0}
+    for kernel, more in ((_gate_up, limits), (_down, {})):
+        ptx = compiled(kernel, types, shape | more, num_stages=4)
+        assert "wgmma" in ptx and "cp.async" in ptx
+    parts = dict.fromkeys(("parts", "shared", "output"), BF16) | {"chosen": INT}
+    sizes = {"HIDDEN": 6144, "CHOICES": 8, "BLOCK": 1024, "HAS_SHARED": True}
+    assert compiled(_sum, parts | {"experts": "i32", "factor": "fp32"}, sizes)
+
+
 def test_the_products_of_absorbed_attention_compile() -> None:
     from sglang_glm53.kernels.absorb import _fold_queries, _unfold_values
 
