@@ -237,7 +237,7 @@ def absorbed(rows: int, speed: float, short: bool) -> list[dict[str, Any]]:
 
 def routed(rows: int, speed: float, short: bool) -> list[dict[str, Any]]:
     """A rank's 32 experts beside SGLang's Triton experts: round-robin choices, as in the bench."""
-    from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_experts_impl
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts_impl
 
     from sglang_glm53.kernels.experts import (
         expert_parts,
