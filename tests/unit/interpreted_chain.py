@@ -8,7 +8,15 @@ from __future__ import annotations
 import torch
 import triton_on_cpu  # noqa: F401  (before anything that imports Triton)
 
-from sglang_glm53.kernels import absorb, act_quant, experts, few_rows, latents, norm_quant
+from sglang_glm53.kernels import (
+    absorb,
+    act_quant,
+    experts,
+    few_rows,
+    index_scores,
+    latents,
+    norm_quant,
+)
 from sglang_glm53.kernels.fp8 import dequantise_groups, quantise_groups
 
 # What rows may hold: scales of the values, zeros, and the largest that bf16 sums bear.
@@ -182,6 +190,24 @@ def check_experts() -> None:
             )
 
 
+def check_index_scores() -> None:
+    heads = 4
+    for rows, page in ((1, 8448), (6, 8448), (7, 8448 + 4096), (8, 8448)):
+        memory = torch.randint(0, 120, (13 * page,), dtype=torch.uint8)  # e4m3, positive and small
+        cache = memory.as_strided((13, 8448), (page, 1))
+        cache[:, 8192:] = torch.rand(13, PAGE).view(torch.uint8)
+        table = (torch.randperm(12)[:10] + 1).view(2, 5).int()
+        lengths = (torch.tensor([[64 - rows + 1], [230]]) + torch.arange(rows)).int()
+        q = torch.randn(2, rows, heads, 128).to(torch.float8_e4m3fn)
+        gates = torch.randn(2, rows, heads)
+        ours, twin = (torch.full((2 * rows, 320), float("nan")) for _ in range(2))
+        index_scores.paged_scores(q, gates, cache, table, lengths, ours, programs=6)
+        index_scores.paged_scores_torch(q, gates, cache, table, lengths, twin)
+        seen = ~twin.isnan()
+        assert torch.equal(seen, ~ours.isnan())  # and nothing written beyond what a row sees
+        assert bool(((ours - twin)[seen].abs() <= 1e-5 * twin[seen].abs().max()).all())
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     poisoned_empty()
@@ -191,4 +217,5 @@ if __name__ == "__main__":
     check_absorb()
     check_few_rows()
     check_experts()
+    check_index_scores()
     print("ok")

@@ -35,12 +35,17 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
 
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    pointers = [i for i, name in enumerate(names) if signature[name].startswith("*")]
+    # As at a launch, where Triton looks at the values.
+    aligned = [
+        i
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name.endswith(("_stride", "_bytes"))
+    ]
     source = ASTSource(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     return triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options).asm["ptx"]
 
@@ -76,6 +81,21 @@ def test_the_experts_run_on_the_tensor_cores() -> None:
     parts = dict.fromkeys(("parts", "shared", "output"), BF16) | {"chosen": INT}
     sizes = {"HIDDEN": 6144, "CHOICES": 8, "BLOCK": 1024, "HAS_SHARED": True}
     assert compiled(_sum, parts | {"experts": "i32", "factor": "fp32"}, sizes)
+
+
+@pytest.mark.parametrize("groups", [(1, 0, 0), (4, 2, 0), (4, 2, 1), (4, 4, 0)])
+def test_index_scores_run_on_the_tensor_cores(groups: tuple[int, int, int]) -> None:
+    from sglang_glm53.kernels.index_scores import _paged_scores
+
+    types = dict.fromkeys(("q", "cache"), FP8) | dict.fromkeys(
+        ("gates", "cache_scales", "scores"), FP32
+    )
+    types |= dict.fromkeys(("table", "lengths"), INT) | {"page_bytes": "i64", "row_stride": "i64"}
+    types |= {"table_stride": "i64", "pages_each": "i32"}
+    shape = dict(zip(("FIRST", "SECOND", "THIRD"), groups, strict=True)) | {"ROWS": sum(groups)}
+    shape |= {"HEADS": 32, "TOKENS": 64, "WIDTH": 128}
+    ptx = compiled(_paged_scores, types, shape, num_stages=4)
+    assert "wgmma" in ptx and "cp.async" in ptx
 
 
 def test_the_products_of_absorbed_attention_compile() -> None:
