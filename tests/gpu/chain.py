@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-PARTS = ("products", "rows", "absorbed", "experts")
+PARTS = ("products", "rows", "absorbed", "experts", "index")
 # out, in of a rank whose attention is not split (attention DP): GLM-5.3.
 PRODUCTS = {
     "qkv_a": (2624, 6144),
@@ -295,6 +295,72 @@ def routed(rows: int, speed: float, short: bool) -> list[dict[str, Any]]:
     return [row]
 
 
+INDEX_ROWS = (1, 6)
+# context, requests
+INDEX = ((8192, 32), (32768, 8), (131072, 1), (131072, 8), (131072, 32), (1048512, 4))
+
+
+def index(rows: int, speed: float, short: bool) -> list[dict[str, Any]]:
+    """Scores of `rows` rows a request beside DeepGEMM's, which takes them one by one."""
+    import deep_gemm
+
+    from sglang_glm53.kernels.index_scores import paged_scores, paged_scores_torch
+
+    heads, page, processors = 32, 64, 132
+    found = []
+    for context, requests in INDEX:
+        each = -(-context // page)
+        pages = requests * each + 1
+        cache = torch.randint(0, 120, (pages, page * 132), dtype=torch.uint8, device="cuda")
+        cache[:, page * 128 :] = torch.rand(pages, page, device="cuda").view(torch.uint8)
+        table = (torch.randperm(pages - 1, device="cuda") + 1).int().view(requests, each)
+        lengths = (context - rows + 1 + torch.arange(rows, device="cuda")).int()
+        lengths = lengths.expand(requests, rows).contiguous()
+        q = torch.randn(requests, rows, heads, 128, device="cuda").to(torch.float8_e4m3fn)
+        gates = torch.randn(requests, rows, heads, device="cuda")
+        scores = torch.empty(requests * rows, each * page, device="cuda")
+        single = lengths.view(-1, 1)
+        repeated = table.repeat_interleave(rows, 0).contiguous()
+        keys = cache.view(pages, page, 1, 132)
+        plan = deep_gemm.get_paged_mqa_logits_metadata(single, page, processors)
+
+        def stock(
+            q=q, gates=gates, keys=keys, single=single, repeated=repeated, plan=plan, width=each
+        ) -> torch.Tensor:
+            return deep_gemm.fp8_paged_mqa_logits(
+                q.view(-1, 1, heads, 128), keys, gates.view(-1, heads), single, repeated, plan,
+                width * page, clean_logits=False,
+            )  # fmt: skip
+
+        times: dict[str, float] = {}
+        try:
+            times["stock"] = time_graph([stock] * 8)
+        except Exception as error:
+            print(f"chain: DeepGEMM's scores: {' '.join(str(error).split())[:200]}", flush=True)
+        for programs, stages, warps in itertools.product((132, 264, 396, 792), (2, 3), (4, 8)):
+            how = {"programs": programs, "stages": stages, "warps": warps}
+            run = partial(paged_scores, q, gates, cache, table, lengths, scores, **how)
+            times[f"{programs}/{stages}/{warps}"] = time_graph([run] * 8, repeats=3)
+        best = min((name for name in times if name != "stock"), key=times.__getitem__)
+        bound = requests * context * 132 / speed * 1e6
+        row = {"name": "index scores", "rows": rows, "context": context, "requests": requests}
+        row |= {"stock_us": times.get("stock"), "ours_us": times[best], "setting": best}
+        if context <= 8192:
+            twin = torch.zeros_like(scores)
+            scores.zero_()
+            paged_scores(q, gates, cache, table, lengths, scores)
+            paged_scores_torch(q, gates, cache, table, lengths, twin)
+            row["apart"] = float((scores - twin).abs().max() / twin.abs().max())
+        found.append({**row, "bound_us": bound, "times": times})
+        print(
+            f"chain: index scores, {requests} x {context}, {rows} rows: stock "
+            f"{times.get('stock', float('nan')):.1f} us, ours {times[best]:.1f} ({best}), keys once "
+            f"{bound:.1f}, apart {row.get('apart', float('nan')):.1e}",
+            flush=True,
+        )
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="kernels of the decode chain on a GPU")
     parser.add_argument("out", type=Path)
@@ -305,10 +371,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     speed = bandwidth()
     print(f"chain: a large copy reads and writes {speed / 1e12:.2f} TB/s", flush=True)
-    runs = {"products": products, "rows": row_kernels, "absorbed": absorbed, "experts": routed}
+    runs = {
+        "products": products,
+        "rows": row_kernels,
+        "absorbed": absorbed,
+        "experts": routed,
+        "index": index,
+    }
     record: dict[str, Any] = {"bytes_per_second": speed, "rows": []}
     for part in args.only:
-        for rows in args.rows:
+        for rows in args.rows if part != "index" else INDEX_ROWS:
             record["rows"] += runs[part](rows, speed, args.short)
             (args.out / "chain.json").write_text(json.dumps(record))
     return 0
