@@ -354,8 +354,8 @@ def index(rows: int, speed: float, short: bool) -> list[dict[str, Any]]:
         found.append({**row, "bound_us": bound, "times": times})
         print(
             f"chain: index scores, {requests} x {context}, {rows} rows: stock "
-            f"{times.get('stock', float('nan')):.1f} us, ours {times[best]:.1f} ({best}), keys once "
-            f"{bound:.1f}, apart {row.get('apart', float('nan')):.1e}",
+            f"{times.get('stock', float('nan')):.1f} us, ours {times[best]:.1f} ({best}), "
+            f"keys once {bound:.1f}, apart {row.get('apart', float('nan')):.1e}",
             flush=True,
         )
     return found
