@@ -41,7 +41,8 @@ from torch import nn
 
 from sglang_glm53.compat.torch_attention import serves_plain_torch
 from sglang_glm53.config import Glm53Config
-from sglang_glm53.layers.fp8 import dequantize_blocks
+from sglang_glm53.kernels.fp8 import dequantise_blocks
+from sglang_glm53.layers.decode_chain import Rows, attached, is_block_fp8, product
 from sglang_glm53.layers.gemm import FEW_ROW_QUERY_SHAPES, project
 from sglang_glm53.layers.indexer import GlmIndexer, GlmTorchIndexer
 from sglang_glm53.layers.streams import forked, join, overlaps
@@ -188,6 +189,9 @@ class GlmAttention(nn.Module):
         self, hidden_states: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """[T, hidden] -> [T, q_lora + kv_lora + rope]; called by the stage boundary."""
+        rows = attached(hidden_states)
+        if rows is not None and is_block_fp8(self.fused_qkv_a_proj_with_mqa):
+            return product(self.fused_qkv_a_proj_with_mqa, rows)
         return project(self.fused_qkv_a_proj_with_mqa, hidden_states)
 
     def forward(
@@ -212,10 +216,13 @@ class GlmAttention(nn.Module):
         if rows == 0 and not get_attn_tp_context().input_scattered:
             return hidden_states, None
 
-        q_latent, kv_latent, k_rope = (
-            get_attn_tp_context()
-            .fetch_qkv_latent()
-            .split([self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        joined = get_attn_tp_context().fetch_qkv_latent()
+        if self._fuses(hidden_states, joined, forward_batch):
+            return self._forward_fused(
+                positions, hidden_states, joined, forward_batch, prev_topk_indices
+            )
+        q_latent, kv_latent, k_rope = joined.split(
+            [self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
         )
         k_rope = k_rope.unsqueeze(1)
         side = self.side_stream if overlaps(self.side_stream, rows) else None
@@ -241,6 +248,84 @@ class GlmAttention(nn.Module):
             )
         output, _ = self.o_proj(attended)
         return output, topk_indices if self.next_skip_topk else None
+
+    def _fuses(
+        self, hidden_states: torch.Tensor, joined: torch.Tensor, forward_batch: ForwardBatch
+    ) -> bool:
+        """Whether this is a step of few rows whose weights and cache are FP8 (decode_chain.py)."""
+        return (
+            attached(hidden_states) is not None
+            and joined.shape[0] == hidden_states.shape[0]
+            and not uses_expanded_form()
+            and not runs_between_graph_segments(forward_batch)
+            and forward_batch.out_cache_loc.shape[0] == joined.shape[0]
+            and getattr(get_attn_backend(), "dsa_decode_impl", None) == "flashmla_kv"
+            and not forward_batch.forward_mode.is_extend_without_speculative()
+            and get_token_to_kv_pool().dsa_kv_cache_store_fp8
+            and all(map(is_block_fp8, (self.q_b_proj, self.kv_b_proj, self.o_proj)))
+        )
+
+    def _forward_fused(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        joined: torch.Tensor,
+        forward_batch: ForwardBatch,
+        prev_topk_indices: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`forward` for few rows, absorbed, in FP8: six launches around the attention kernel.
+
+        joined: [T, q_lora + kv_lora + rope] bf16, before the norms.
+        """
+        from sglang_glm53.kernels.absorb import unfold_values
+        from sglang_glm53.kernels.latents import latents
+
+        q_latent = latents(
+            joined,
+            self.q_a_layernorm.weight,
+            self.kv_a_layernorm.weight,
+            self.q_a_layernorm.variance_epsilon,
+            self.rotary_emb.cos_sin_cache,
+            positions,
+            get_token_to_kv_pool().latent_pages(self.layer_id),
+            forward_batch.out_cache_loc,
+        )
+        topk_indices = self._reused(prev_topk_indices)
+        side = self.side_stream if overlaps(self.side_stream, joined.shape[0]) else None
+        if topk_indices is None and side is not None:
+            with forked(side):
+                folded = self._fold_fused(q_latent, positions)
+            topk_indices = self.indexer(hidden_states, q_latent, positions, forward_batch)
+            join(side)
+        else:
+            if topk_indices is None:
+                topk_indices = self.indexer(hidden_states, q_latent, positions, forward_batch)
+            folded = self._fold_fused(q_latent, positions)
+        attended = self.attn_mqa(
+            folded, None, None, forward_batch, save_kv_cache=False, topk_indices=topk_indices
+        )
+        values = unfold_values(
+            attended.view(-1, self.num_local_heads, self.kv_lora_rank),
+            self.kv_b_proj.weight,
+            self.kv_b_proj.weight_scale_inv,
+            v_head_dim=self.v_head_dim,
+        )
+        output = product(self.o_proj, values)
+        return output, topk_indices if self.next_skip_topk else None
+
+    def _fold_fused(self, q_latent: Rows, positions: torch.Tensor) -> torch.Tensor:
+        """[T, q_lora] in FP8 -> [T, heads, kv_lora + rope], as the attention kernel reads it."""
+        from sglang_glm53.kernels.absorb import fold_queries
+
+        return fold_queries(
+            product(self.q_b_proj, q_latent),
+            self.kv_b_proj.weight,
+            self.kv_b_proj.weight_scale_inv,
+            self.rotary_emb.cos_sin_cache,
+            positions,
+            heads=self.num_local_heads,
+            v_head_dim=self.v_head_dim,
+        )
 
     def _reused(self, prev_topk_indices: torch.Tensor | None) -> torch.Tensor | None:
         """The selection handed down, where this layer takes it; None where it selects itself."""
@@ -443,7 +528,7 @@ class GlmAttention(nn.Module):
         weight = self.kv_b_proj.weight.data
         if weight.dtype == torch.float8_e4m3fn:
             scale = self.kv_b_proj.weight_scale_inv.data
-            weight = dequantize_blocks(weight, scale, self.kv_a_layernorm.weight.dtype)
+            weight = dequantise_blocks(weight, scale, self.kv_a_layernorm.weight.dtype)
         per_head = weight.unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
         w_kc, w_vc = per_head.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
         self.w_kc = _store(self.w_kc, w_kc.transpose(1, 2).contiguous().transpose(1, 2))

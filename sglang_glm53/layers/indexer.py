@@ -27,6 +27,7 @@ from torch import nn
 
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.layers import index_select
+from sglang_glm53.layers.decode_chain import Rows, product
 from sglang_glm53.layers.streams import forked, join, overlaps
 
 
@@ -60,9 +61,13 @@ class _Indexer(nn.Module):
         self.k_norm = LayerNorm(self.head_dim, eps=1e-6)
         self.rotary_emb = rotary_emb
 
-    def queries(self, q_latent: torch.Tensor) -> torch.Tensor:
-        """[T, q_lora_rank] -> [T, heads, head_dim], without RoPE."""
-        return self.wq_b(q_latent)[0].view(-1, self.n_heads, self.head_dim)
+    def queries(self, q_latent: torch.Tensor | Rows) -> torch.Tensor:
+        """[T, q_lora_rank], in FP8 perhaps -> [T, heads, head_dim], without RoPE."""
+        if isinstance(q_latent, tuple):
+            projected = product(self.wq_b, q_latent)
+        else:
+            projected = self.wq_b(q_latent)[0]
+        return projected.view(-1, self.n_heads, self.head_dim)
 
 
 class GlmTorchIndexer(_Indexer):

@@ -26,7 +26,9 @@ from torch import nn
 from sglang_glm53.compat.layers import make_topk, num_fused_shared_experts
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.errors import Glm53Error
-from sglang_glm53.layers.streams import join, overlaps
+from sglang_glm53.kernels.fp8 import GROUP
+from sglang_glm53.layers.decode_chain import Rows, attached, is_block_fp8, product
+from sglang_glm53.layers.streams import forked, join, overlaps
 
 # Rows up to which SGLang's GEMM for a handful of rows serves the router; also its compiled limit.
 FEW_ROWS = 16
@@ -67,6 +69,11 @@ class GlmMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] == 0:
             return x
+        rows = attached(x)
+        if rows is not None and is_block_fp8(self.gate_up_proj) and is_block_fp8(self.down_proj):
+            from sglang_glm53.kernels.act_quant import silu_mul_quant
+
+            return product(self.down_proj, silu_mul_quant(product(self.gate_up_proj, rows)))
         gate_up, _ = self.gate_up_proj(x)
         return self.down_proj(self.act_fn(gate_up))[0]
 
@@ -147,6 +154,8 @@ class GlmMoE(nn.Module):
             self.experts.should_fuse_routed_scaling_factor_in_topk
             or self.gate.weight.device.type == "cpu"
         )
+        self.routed_factor = 1.0 if scaled_by_router else config.routed_scaling_factor
+        self.hidden_size = config.hidden_size
         # The all-to-all dispatcher's runners leave the scaling to the model.
         self.output_scale = (
             config.routed_scaling_factor
@@ -179,6 +188,9 @@ class GlmMoE(nn.Module):
             return self.experts(x, self.topk.empty_topk_output(x.device))
         if self.shared_experts is None:
             return self._routed(x)
+        rows = attached(x)
+        if rows is not None and self._fuses():
+            return self._forward_fused(x, rows)
         if overlaps(self.side_stream, x.shape[0]):
             self.side_stream.wait_stream(torch.cuda.current_stream())
             routed = self._routed(x)
@@ -192,6 +204,49 @@ class GlmMoE(nn.Module):
         if self.shared_is_replicated and not self._adds_replicated():
             return routed
         return routed.add_(shared)
+
+    def _fuses(self) -> bool:
+        """Whether the experts' weights are what the kernels for few rows read."""
+        weight = self.experts.w13_weight
+        scale = getattr(self.experts, "w13_weight_scale_inv", None)
+        return (
+            scale is not None
+            and scale.dtype == torch.float32
+            and weight.dtype == torch.float8_e4m3fn
+            and weight.shape[2] == self.hidden_size
+            and weight.shape[1] % (2 * GROUP) == 0
+            and scale.shape[1:] == (weight.shape[1] // GROUP, self.hidden_size // GROUP)
+            and get_moe_a2a_backend().is_none()
+            and self.num_fused_shared_experts == 0
+        )
+
+    def _forward_fused(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """`forward` for few rows in FP8, with the shared expert beside the routed ones."""
+        from sglang_glm53.kernels.experts import expert_parts, sum_parts
+
+        experts, side = self.experts, self.side_stream
+        on_two_streams = overlaps(side, x.shape[0])
+        if on_two_streams:
+            with forked(side):
+                shared = self.shared_experts(x)
+        else:
+            shared = self.shared_experts(x)
+        choice = self.topk(x, self.gate(x))
+        chosen = choice.topk_ids.to(torch.int32)
+        if experts.moe_ep_size > 1:  # this rank's experts are 0 .. n - 1
+            chosen = chosen - experts.moe_ep_rank * experts.num_local_experts
+        parts = expert_parts(
+            rows,
+            (experts.w13_weight, experts.w13_weight_scale_inv),
+            (experts.w2_weight, experts.w2_weight_scale_inv),
+            chosen,
+            choice.topk_weights,
+        )
+        if on_two_streams:
+            join(side)
+        return sum_parts(
+            parts, chosen, experts.num_local_experts, shared, factor=self.routed_factor
+        )
 
     @staticmethod
     def _adds_replicated() -> bool:

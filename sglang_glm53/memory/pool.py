@@ -237,6 +237,13 @@ class GlmTokenToKVPool(DSATokenToKVPool):
         slots = slots.long()
         return buffer[slots // self.page_size, slots % self.page_size].flatten(1)
 
+    def latent_pages(self, layer_id: int) -> torch.Tensor:
+        """The bytes of a layer's latents: uint8 [pages, 64, row bytes], a view in either mode."""
+        buffer = self.kv_buffer[layer_id - self.start_layer].view(torch.uint8)
+        if self.share is not None:
+            return buffer.squeeze(2)
+        return buffer.view(-1, self.page_size, buffer.shape[-1])
+
     def set_kv_buffer(
         self,
         layer: RadixAttention,

@@ -36,6 +36,7 @@ from sglang_glm53.config import Glm53Config, fill_model_definition
 from sglang_glm53.layers.attention import GlmAttention, uses_expanded_form
 from sglang_glm53.layers.boundary import append_layer, declare_layer
 from sglang_glm53.layers.moe import GlmMLP, GlmMoE
+from sglang_glm53.layers.norm import GlmRMSNorm
 from sglang_glm53.layers.streams import make_side_stream
 from sglang_glm53.models.fusion import shared_expert_fusion_obstacle
 from sglang_glm53.models.weights import CheckpointLoader, layer_quant_config
@@ -92,8 +93,8 @@ class GlmDecoderLayer(nn.Module):
                 add_prefix("mlp", prefix),
                 parallel_group="replicated" if is_dense_ffn_fully_dp() else "tp",
             )
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = GlmRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = GlmRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attn_boundary, self.ffn_boundary = append_layer(
             config,
             layer_id,

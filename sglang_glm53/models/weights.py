@@ -36,7 +36,7 @@ from sglang_glm53.checkpoint import (
 )
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.errors import Glm53Error, fatal
-from sglang_glm53.layers.fp8 import dequantize_blocks
+from sglang_glm53.kernels.fp8 import dequantise_blocks
 
 MERGED = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 EXPERT = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w2", "w2")}
@@ -239,7 +239,7 @@ class CheckpointLoader:
             if weight.dtype != torch.float8_e4m3fn:
                 raise Glm53Error(f"checkpoint: {base} has a scale but is {weight.dtype}, not FP8")
             if self.dequantize or joined:
-                yield base, dequantize_blocks(weight, scale, self.dtype)
+                yield base, dequantise_blocks(weight, scale, self.dtype)
             else:
                 yield base, weight
                 yield base + SCALE_SUFFIX, scale

@@ -13,8 +13,8 @@ from dsa_fakes import PAGE, World, both_modes, reference_topk, single_rank  # no
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_glm53.kernels.fp8 import dequantise_blocks
 from sglang_glm53.layers import index_select
-from sglang_glm53.layers.fp8 import dequantize_blocks
 from sglang_glm53.memory.quantise import fp8_values
 
 HEADS = 4
@@ -295,7 +295,7 @@ def test_padding_selects_nothing() -> None:
 def test_a_weight_in_blocks_is_dequantised_with_its_own_scales() -> None:
     weight = torch.randn(200, 130).clamp(-3, 3).to(torch.float8_e4m3fn)
     scale = torch.rand(2, 2) + 0.5
-    values = dequantize_blocks(weight, scale, torch.float32)
+    values = dequantise_blocks(weight, scale, torch.float32)
     for row, col in ((0, 0), (127, 127), (128, 0), (199, 129), (5, 128)):
         wanted = weight[row, col].float() * scale[row // 128, col // 128]
         assert values[row, col] == wanted

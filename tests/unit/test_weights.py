@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from sglang_glm53.checkpoint import checkpoint_tensors, layer_prefix, scale_shape
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.errors import Glm53Error
-from sglang_glm53.layers.fp8 import dequantize_blocks
+from sglang_glm53.kernels.fp8 import dequantise_blocks
 from sglang_glm53.models.weights import CheckpointLoader, Slot, locate, whole_checkpoint
 
 CONFIG = Glm53Config.from_hf(
@@ -259,7 +259,7 @@ def test_fp8_blocks_are_dequantised_on_a_cpu(scale_first: bool) -> None:
         for block in range(2):
             expected[row, block * 128 : (block + 1) * 128] *= scale[row // 128, block]
     assert torch.equal(loaded, expected)
-    assert torch.equal(dequantize_blocks(weight, scale, torch.float32), expected)
+    assert torch.equal(dequantise_blocks(weight, scale, torch.float32), expected)
 
 
 @pytest.mark.parametrize("scale_first", [False, True])
@@ -279,7 +279,7 @@ def test_an_update_may_cut_a_weight_from_its_scale(scale_first: bool) -> None:
     assert torch.equal(param[128:], before)  # half a weight changes nothing
     loader.load([("model.norm.weight", torch.full((256,), 7.0))])
     loader.load([second])
-    assert torch.equal(param[128:], dequantize_blocks(weight, scale, torch.float32))
+    assert torch.equal(param[128:], dequantise_blocks(weight, scale, torch.float32))
     # a whole checkpoint has both
     with whole_checkpoint(), pytest.raises(Glm53Error, match="is FP8 without"):
         loader.load([(name, weight)])
@@ -296,7 +296,7 @@ def test_a_newer_half_takes_the_place_of_one_that_waits() -> None:
     loader.load([(name, weight)])
     loader.load([(name + "_scale_inv", scale)])
     param = model.params["model.layers.1.self_attn.fused_qkv_a_proj_with_mqa.weight"]
-    assert torch.equal(param[128:], dequantize_blocks(weight, scale, torch.float32))
+    assert torch.equal(param[128:], dequantise_blocks(weight, scale, torch.float32))
 
 
 def test_fp8_without_its_scale_is_refused(capsys) -> None:
