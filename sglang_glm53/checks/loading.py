@@ -18,6 +18,7 @@ OUR_VARIABLES: dict[str, tuple[str, ...] | None] = {
     "GLM53_ON_ERROR": ("stock", "fail"),
     "GLM53_ATTENTION": ("torch",),
     "GLM53_POOL": ("page", "layer"),
+    "GLM53_DECODE": ("fused", "unfused"),
     "GLM53_SELFTEST": ("0", "1"),
     "GLM53_DOCTOR": ("warn", "off"),
     "GLM53_DEBUG": ("0", "1"),
