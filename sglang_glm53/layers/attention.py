@@ -46,6 +46,7 @@ from sglang_glm53.layers.decode_chain import Rows, attached, is_block_fp8, produ
 from sglang_glm53.layers.gemm import FEW_ROW_QUERY_SHAPES, project
 from sglang_glm53.layers.indexer import GlmIndexer, GlmTorchIndexer
 from sglang_glm53.layers.streams import forked, join, overlaps
+from sglang_glm53.memory.pool import GlmTokenToKVPool
 
 
 def make_rope(config: Glm53Config) -> nn.Module:
@@ -253,15 +254,17 @@ class GlmAttention(nn.Module):
         self, hidden_states: torch.Tensor, joined: torch.Tensor, forward_batch: ForwardBatch
     ) -> bool:
         """Whether this is a step of few rows whose weights and cache are FP8 (decode_chain.py)."""
+        pool = get_token_to_kv_pool()
         return (
             attached(hidden_states) is not None
+            and isinstance(pool, GlmTokenToKVPool)
             and joined.shape[0] == hidden_states.shape[0]
             and not uses_expanded_form()
             and not runs_between_graph_segments(forward_batch)
             and forward_batch.out_cache_loc.shape[0] == joined.shape[0]
             and getattr(get_attn_backend(), "dsa_decode_impl", None) == "flashmla_kv"
             and not forward_batch.forward_mode.is_extend_without_speculative()
-            and get_token_to_kv_pool().dsa_kv_cache_store_fp8
+            and pool.dsa_kv_cache_store_fp8
             and all(map(is_block_fp8, (self.q_b_proj, self.kv_b_proj, self.o_proj)))
         )
 
