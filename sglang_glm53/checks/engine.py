@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from sglang_glm53.checks.facts import Facts
 from sglang_glm53.checks.rule import FAIL, WARN, Rule
-from sglang_glm53.errors import Glm53Error
+from sglang_glm53.errors import Glm53Error, describe
 
 PASS, SKIPPED = "pass", "skipped"
+NOT_JUDGED = "could not be judged: "
 STATUSES = (FAIL, WARN, SKIPPED, PASS)
 
 
@@ -44,6 +45,20 @@ def check(rule: Rule, facts: Facts) -> Result:
 def run(rules: Iterable[Rule], facts: Facts) -> list[Result]:
     """Hold rules against the facts, in their order."""
     return [check(rule, facts) for rule in rules]
+
+
+def judge(rules: Iterable[Rule], facts: Facts) -> list[Result]:
+    """As `run`, but a rule that raises counts as skipped, and says so: options as written may have
+    any value, and a mistake of ours must not stop somebody's server."""
+    results = []
+    for rule in rules:
+        try:
+            results.append(check(rule, facts))
+        except Glm53Error:
+            raise  # a file that cannot be read, in one line
+        except Exception as error:
+            results.append(Result(rule, SKIPPED, f"{NOT_JUDGED}{rule.id}: {describe(error)}"))
+    return results
 
 
 def raise_first(results: Iterable[Result]) -> None:

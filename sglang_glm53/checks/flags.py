@@ -38,7 +38,7 @@ def _gone(facts: Facts) -> Verdict:
             continue
         renamed = _renamed(option, GONE)
         if renamed is not None:
-            return {"what": f"{option} is gone: {renamed.note}", "do": f"use {_new(renamed)}"}
+            return {"what": f"{option} is gone ({renamed.note})", "do": f"use {_new(renamed)}"}
         found = _candidates(option, facts.flag_names)
         if len(found) == 1:
             continue

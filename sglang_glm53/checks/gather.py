@@ -126,10 +126,14 @@ def _arguments(
     from sglang_glm53.cookbook.resolve import resolve
 
     kind = device(question.gpu, question.count) if question.gpu else this_machine()
+    if kind is CPU and question.gpu is None and written.get("device") != "cpu":
+        notes.append(
+            "no GPU here: options are resolved for a CPU; --gpu h200 takes another machine"
+        )
     answer = resolve(argv, config, kind, dict(os.environ))
+    if answer.args:  # none where the parser itself refuses
+        said |= {"args": answer.args, "given": answer.given}
     return said | {
-        "args": answer.args,
-        "given": answer.given,
         "args_problem": answer.problem,
         "flag_names": answer.flag_names,
         "variables": answer.variables,

@@ -39,10 +39,9 @@ def _dequantised(facts: Facts) -> Verdict:
 
 
 def _padded_heads(facts: Facts) -> Verdict:
-    heads = local_heads(facts)
-    if not hopper(facts) or facts.arg(DECODE) != "flashmla_kv" or heads >= FLASHMLA_HEADS:
-        return None
-    return {"heads": heads}
+    heads, fp8 = local_heads(facts), facts.arg("kv_cache_dtype") == FP8
+    read = fp8 and hopper(facts) and facts.arg(DECODE) == "flashmla_kv"
+    return {"heads": heads} if read and heads < FLASHMLA_HEADS else None
 
 
 def _without_scales(facts: Facts) -> Verdict:

@@ -41,7 +41,8 @@ def _half_given(facts: Facts) -> Verdict:
 
 
 def _default_steps(facts: Facts) -> Verdict:
-    if not mtp(facts) or set_by_user(facts, STEPS) or facts.arg("speculative_adaptive"):
+    chosen = any([set_by_user(facts, name) for name in (STEPS, TOPK, TOKENS)])
+    if not mtp(facts) or chosen or facts.arg("speculative_adaptive"):
         return None
     # Attention groups are what throughput deployments have.
     good = (1, 1, 2) if attention_groups(facts) > 1 else (5, 1, 6)
@@ -63,13 +64,13 @@ def _adjusted_tokens(facts: Facts) -> Verdict:
 
 
 def _few_requests(facts: Facts) -> Verdict:
+    """One group serves few requests with short latency, as the limit has it."""
     groups, requests = attention_groups(facts), facts.arg("max_running_requests")
-    if not mtp(facts) or set_by_user(facts, "max_running_requests"):
+    if not mtp(facts) or groups == 1 or set_by_user(facts, "max_running_requests"):
         return None
     if requests not in (None, DEFAULT_REQUESTS) or not on_gpu(facts):
         return None
-    per = f": {DEFAULT_REQUESTS // groups} for each of {groups} attention groups"
-    return {"requests": DEFAULT_REQUESTS, "per": per if groups > 1 else ""}
+    return {"requests": DEFAULT_REQUESTS, "each": DEFAULT_REQUESTS // groups, "groups": groups}
 
 
 def _deep_on_a_busy_server(facts: Facts) -> Verdict:
@@ -166,8 +167,9 @@ RULES: tuple[Rule, ...] = (
         severity=WARN,
         reads=("args", "given"),
         condition=_few_requests,
-        message="with speculation SGLang runs {requests} requests at most{per}",
-        cure="give --max-running-requests (published recipes: 256 for throughput, 80 balanced)",
+        message="with speculation SGLang runs {requests} requests: {each} for each of {groups} "
+        "attention groups",
+        cure="give --max-running-requests (published recipes: 256)",
         symptom="Requests queue while the GPUs have room; throughput stops growing early.",
         cause="SGLang sets the limit where it is not given.",
         source=("SGLang's speculative_hook.py", "SGLang's GLM-5.3 cookbook"),

@@ -10,18 +10,17 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang_glm53.checks import engine, files
 from sglang_glm53.checks.arguments import as_written
-from sglang_glm53.checks.engine import Result
 from sglang_glm53.checks.facts import Facts
 from sglang_glm53.checks.gather import overridden
-from sglang_glm53.checks.rule import FAIL, WARN, Rule
+from sglang_glm53.checks.rule import FAIL, WARN
 from sglang_glm53.checks.rules import AT_START
-from sglang_glm53.errors import Glm53Error, describe
+from sglang_glm53.errors import Glm53Error
 
 VARIABLE = "GLM53_DOCTOR"
 PROGRAMS = ("sglang", "launch_server.py")
@@ -58,25 +57,16 @@ def check(args: Any, hf_config: Any, model_path: str) -> None:
     if lenient == "off" or _told or multiprocessing.parent_process() is not None:
         return  # workers resolve the same arguments again
     _told = True
-    results = judge(AT_START, facts_of(args, hf_config, model_path))
+    results = engine.judge(AT_START, facts_of(args, hf_config, model_path))
     for result in results:
+        if result.message.startswith(engine.NOT_JUDGED):
+            logger.warning("sglang-glm53 doctor: %s", result.message)
         if result.status == WARN or (result.status == FAIL and lenient == "warn"):
             logger.warning(
                 "sglang-glm53 doctor: %s; %s [%s]", result.message, result.cure, result.rule.id
             )
     if lenient != "warn":
         engine.raise_first(results)
-
-
-def judge(rules: Iterable[Rule], facts: Facts) -> list[Result]:
-    """As engine.run, but a rule that raises is told and skipped: it must not stop a server."""
-    results = []
-    for rule in rules:
-        try:
-            results.append(engine.check(rule, facts))
-        except Exception as error:
-            logger.warning("sglang-glm53 doctor: rule %s: %s", rule.id, describe(error))
-    return results
 
 
 def facts_of(args: Any, hf_config: Any, model_path: str) -> Facts:

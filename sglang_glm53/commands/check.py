@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         raise Glm53Error(f"{args.folder} has no config.json; give a checkpoint's folder")
     if facts.headers is None:
         raise Glm53Error(f"{args.folder} has no safetensors files; download the checkpoint there")
-    results = engine.run(CHECKPOINT, facts)
+    results = engine.judge(CHECKPOINT, facts)
     tensors = f"{len(facts.headers.tensors):,} tensors in {args.folder}"
     if args.json:
         print(json.dumps(report.as_json(results, facts, [tensors]), indent=2))

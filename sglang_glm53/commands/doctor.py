@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             ask_sglang=not args.quick,
         )
     )
-    results = engine.run(RULES, facts)
+    results = engine.judge(RULES, facts)
     if args.json:
         print(json.dumps(report.as_json(results, facts, notes), indent=2))
     else:

@@ -428,6 +428,7 @@ COLLECTIVES: dict[str, Example] = {
 }
 
 FP8_TRTLLM = {"kv_cache_dtype": "fp8_e4m3", "dsa_decode_backend": "trtllm"}
+FP8_FLASHMLA = {"kv_cache_dtype": "fp8_e4m3", "dsa_decode_backend": "flashmla_kv"}
 CACHE: dict[str, Example] = {
     "kv-requantised": Example(
         {"args": {"kv_cache_dtype": "bfloat16", "dsa_decode_backend": "flashmla_kv"}},
@@ -440,12 +441,12 @@ CACHE: dict[str, Example] = {
     ),
     "kv-padded-heads": Example(
         {
-            "args": {"tp_size": 8, "dsa_decode_backend": "flashmla_kv"},
+            "args": {"tp_size": 8, **FP8_FLASHMLA},
             "raw_config": CONFIG,
             **HOPPER,
         },
         {
-            "args": {"tp_size": 8, "attn_dp_size": 8, "dsa_decode_backend": "flashmla_kv"},
+            "args": {"tp_size": 8, "attn_dp_size": 8, **FP8_FLASHMLA},
             "raw_config": CONFIG,
             **HOPPER,
         },
@@ -549,7 +550,7 @@ SPECULATION: dict[str, Example] = {
             "given": frozenset(),
         },
         {
-            "args": {**EAGLE, "max_running_requests": 48},
+            "args": {**EAGLE, "max_running_requests": 48, "attn_dp_size": 8},
             "given": frozenset({"max_running_requests"}),
         },
         ("6 for each of 8",),

@@ -27,6 +27,11 @@ from sglang_glm53.cookbook.resolve import Resolution
 from sglang_glm53.errors import Glm53Error
 from sglang_glm53.ledger.glm53 import config_json
 
+ARGUMENTS = (
+    *("tp_size", "dp_size", "attn_dp_size", "nnodes", "chunked_prefill_size", "dcp_size"),
+    *("kv_cache_dtype", "moe_a2a_backend", "speculative_algorithm", "speculative_eagle_topk"),
+    *("speculative_num_steps", "default_chat_template_kwargs", "tool_call_parser", "device"),
+)
 MODULE = (sys.executable, "-m", "sglang_glm53.cli")
 
 
@@ -69,6 +74,17 @@ def test_the_first_failure_is_raised_as_one_line() -> None:
     with pytest.raises(Glm53Error, match=r"^there are 2; take 2 out \[b\]$"):
         engine.raise_first(results)
     engine.raise_first(results[:1])
+
+
+def test_options_of_any_value_stop_no_doctor() -> None:
+    """Where SGLang's parser is not asked, a value may be anything."""
+    for value in ("abc", True, [1, "x"], {"a": 1}, -1, None):
+        facts = Facts.only(
+            args=dict.fromkeys(ARGUMENTS, value), argv=(), given=frozenset(), environment={},
+            raw_config=config_json(), capability=(9, 0), gpus=8, device="cuda",
+        )  # fmt: skip
+        results = engine.judge(RULES, facts)
+        assert [result.rule.id for result in results] == [row.id for row in RULES]
 
 
 def test_facts_that_are_said_are_not_gathered() -> None:
@@ -151,6 +167,12 @@ def test_sglangs_own_resolution_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("sglang_glm53.cookbook.resolve.resolve", resolve)
     argv = ("--model-path", "zai-org/GLM-5.3-not-here", "--tp", "8")
     facts, notes = gather.gather(Question(argv=argv, gpu="h200", count=4))
+    monkeypatch.setattr(
+        "sglang_glm53.cookbook.resolve.resolve", lambda *a: answer(args={}, problem="unrecognized")
+    )
+    refused, _ = gather.gather(Question(argv=argv, gpu="h200"))
+    assert refused.args_problem == "unrecognized"
+    assert refused.arg("tp_size") == 8, "the parser gave none: they count as written"
     assert asked == [(argv, "glm_moe_dsa", "NVIDIA H200", 4)]
     assert facts.args_problem == "no such thing" and facts.arg("tp_size") == 8
     assert facts.capability == (9, 0) and facts.gpus == 4 and facts.hardware.name == "h200"
@@ -406,11 +428,13 @@ def test_workers_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     start(nnodes=2)
 
 
-def test_a_rule_that_raises_stops_no_server(caplog: pytest.LogCaptureFixture) -> None:
-    broken = rule(id="broken", condition=lambda facts: 1 / 0)
+def test_a_rule_that_raises_stops_no_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(preflight, "AT_START", [rule(id="broken", condition=lambda facts: 1 / 0)])
+    monkeypatch.setattr(preflight, "facts_of", lambda *args: Facts.only(gpus=2))
     with caplog.at_level(logging.WARNING):
-        results = preflight.judge([broken, rule()], Facts.only(gpus=2))
-    assert [result.rule.id for result in results] == ["a-rule"]
+        start()
     assert any("broken: ZeroDivisionError" in record.getMessage() for record in caplog.records)
 
 
@@ -425,3 +449,60 @@ def test_what_the_server_checks_anyway_is_not_checked_twice() -> None:
     ids = {row.id for row in AT_START}
     assert "nodes-without-address" in ids and "mtp-default-steps" in ids
     assert not ids & {"catalog-drift", "config-garbage", "feature-stands-down", "flags-refused"}
+
+
+# --- this machine --------------------------------------------------------------------------------
+
+
+class Nvml:
+    """NVIDIA's library as nvidia-ml-py shows it: two H200, a driver for CUDA 13.1."""
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        return b"NVIDIA H200"
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+        return 9, 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=150_000_000_000)
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return 13010
+
+
+def test_an_nvidia_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    facts = Facts()
+    assert (facts.device, facts.gpus, facts.gpu_name) == ("cuda", 2, "NVIDIA H200")
+    assert facts.capability == (9, 0) and facts.driver_cuda == "13.1"
+    assert facts.gpu_memory_bytes == 150_000_000_000 and facts.hardware.name == "h200"
+    assert gather.this_machine().count == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert Facts().gpus == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Facts().device != "cuda"
+
+
+def test_a_machine_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing(Nvml):
+        def nvmlInit(self) -> None:
+            raise self.NVMLError("no driver")
+
+    monkeypatch.setitem(sys.modules, "pynvml", Missing())
+    facts = Facts()
+    assert facts.gpus is None and facts.driver_cuda is None and facts.hardware is None
+    assert gather.this_machine().platform == "cpu"
