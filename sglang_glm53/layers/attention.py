@@ -254,10 +254,11 @@ class GlmAttention(nn.Module):
         self, hidden_states: torch.Tensor, joined: torch.Tensor, forward_batch: ForwardBatch
     ) -> bool:
         """Whether this is a step of few rows whose weights and cache are FP8 (decode_chain.py)."""
+        if attached(hidden_states) is None:
+            return False
         pool = get_token_to_kv_pool()
         return (
-            attached(hidden_states) is not None
-            and isinstance(pool, GlmTokenToKVPool)
+            isinstance(pool, GlmTokenToKVPool)
             and joined.shape[0] == hidden_states.shape[0]
             and not uses_expanded_form()
             and not runs_between_graph_segments(forward_batch)
