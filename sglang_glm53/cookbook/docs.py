@@ -91,10 +91,10 @@ def _section(recipe: Recipe, version: str) -> str:
     for server in recipe.servers:
         of = f" ({server.role})" if len(recipe.servers) > 1 else ""
         lines.append(f"- **Serves{of}**: {show.serves(recipe, server, version)}.")
-        older = [v for v in recipe.sglang if v != version]
-        for other in older:
-            if (told := show.serves(recipe, server, other)) != show.serves(recipe, server, version):
-                lines.append(f"  With SGLang {other}: {told}.")
+        for other in recipe.sglang:
+            also = show.also_stands_down(recipe, server, version, other)
+            if also:
+                lines.append(f"  With SGLang {other} also: {also}.")
         found = show.memory(recipe, server, version)
         if isinstance(found, str):
             lines.append(f"- **What fits{of}**: {found}.")

@@ -7,7 +7,7 @@ version of SGLang; `glm53 recipe check` compares the file with a fresh resolutio
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,11 +70,23 @@ def find(recipe: str, role: str, version: str) -> Resolved | None:
 
 def text(entries: Mapping[tuple[str, str, str], Resolved]) -> str:
     """The file's content from entries by recipe, role and version."""
-    content: dict[str, Any] = {}
+    content: dict[str, dict[str, dict[str, str]]] = {}
     for (recipe, role, version), entry in sorted(entries.items()):
         kept = {"args": entry.args, "rows": {key: list(rows) for key, rows in entry.rows.items()}}
-        content.setdefault(recipe, {}).setdefault(role, {})[version] = kept
-    return json.dumps(content, indent=1, sort_keys=True) + "\n"
+        line = json.dumps(kept, sort_keys=True)
+        content.setdefault(recipe, {}).setdefault(role, {})[version] = line
+    return _object(content, lambda roles: _object(roles, _entries, 1)) + "\n"
+
+
+def _entries(versions: Mapping[str, str]) -> str:
+    return _object(versions, str, 2)  # one a line, so that a change shows as one line
+
+
+def _object(values: Mapping[str, Any], write: Callable[[Any], str], depth: int = 0) -> str:
+    """A JSON object with one value a line."""
+    pad = "\n" + " " * (depth + 1)
+    inner = f",{pad}".join(f"{json.dumps(key)}: {write(value)}" for key, value in values.items())
+    return "{" + pad + inner + "\n" + " " * depth + "}"
 
 
 def forget() -> None:

@@ -66,6 +66,17 @@ def serves(recipe: Recipe, server: Server, version: str) -> str:
     return f"{told.serves}: " + "; ".join(f"{row.name} ({row.reason})" for row in down)
 
 
+def also_stands_down(recipe: Recipe, server: Server, version: str, other: str) -> str:
+    """What stands down with the version `other` of SGLang besides what does with `version`."""
+    told, there = (resolved.find(recipe.name, server.role, v) for v in (version, other))
+    if told is None or there is None:
+        return ""
+    known = told.rows.get(STANDS_DOWN, ())
+    return "; ".join(
+        f"{row.name} ({row.reason})" for row in there.features(STANDS_DOWN) if row.name not in known
+    )
+
+
 def memory(recipe: Recipe, server: Server, version: str) -> Expected | str:
     """What the ledger says of the server, or why nothing."""
     told = resolved.find(recipe.name, server.role, version)
@@ -130,7 +141,7 @@ def flags(recipe: Recipe) -> Iterable[str]:
     """Flags and variables that have a reason, in their order."""
     for server in recipe.servers:
         yield from (flag for flag in (*server.arguments, *server.environment) if flag != "port")
-    yield from recipe.router
+    yield from (flag for flag in recipe.router if flag != "port")
 
 
 def _block(title: str, entries: Iterable[str]) -> list[str]:
