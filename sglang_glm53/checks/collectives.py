@@ -14,17 +14,11 @@ from sglang_glm53.checks.reading import (
 from sglang_glm53.checks.rule import FAIL, WARN, Rule, Verdict
 
 FUSION = "flashinfer_allreduce_fusion_backend"
-
-
+# Ends of the names of GPUs whose NVLink is bridged or absent: no NVSwitch, so no multicast.
 WITHOUT_MULTICAST = ("NVL", "PCIe", "PCIE")
-
-
+# Modules that SGLang imports for a value of an option, and the packages that bring them.
 TRANSFER_MODULES = {"mooncake": "mooncake", "nixl": "nixl"}
-
-
 A2A_MODULES = {"deepep": "deep_ep", "mooncake": "mooncake", "nixl": "nixl", "pplx": "pplx_kernels"}
-
-
 PACKAGES = {
     "mooncake": "mooncake-transfer-engine",
     "nixl": "nixl",

@@ -7,6 +7,8 @@ from typing import Any
 from sglang_glm53.checks.arguments import as_written
 from sglang_glm53.checks.facts import Facts
 from sglang_glm53.checks.features import stands_down
+from sglang_glm53.checks.packages import ARCHITECTURE
+from sglang_glm53.checks.reading import architectures
 from sglang_glm53.checks.rule import FAIL, WARN, Rule, Verdict
 
 OVERRIDE = "--json-model-override-args"
@@ -17,6 +19,17 @@ TURN_ENDS = ("<|user|>", "<|observation|>")
 
 # Weight-only integer schemes, whose checkpoints keep the shared expert in another precision.
 INTEGER_SCHEMES = ("auto-round", "auto_round", "awq", "gptq", "w4afp8", "moe_wna16")
+
+
+def _garbage(facts: Facts) -> Verdict:
+    """Another architecture has other fields, and a rule of its own."""
+    named = architectures(facts)
+    if not facts.config_problem or (named and ARCHITECTURE not in named):
+        return None
+    what, _, todo = facts.config_problem.rpartition("; ")
+    if not what:
+        what, todo = facts.config_problem, "take config.json from the model's own repository"
+    return {"what": what, "do": todo}
 
 
 def _definition_missing(facts: Facts) -> Verdict:
@@ -104,12 +117,8 @@ RULES: tuple[Rule, ...] = (
         id="config-garbage",
         title="config.json is GLM-5.3's",
         severity=FAIL,
-        reads=("config_problem",),
-        condition=lambda facts: (
-            dict(zip(("what", "do"), _halves(facts.config_problem), strict=True))
-            if facts.config_problem
-            else None
-        ),
+        reads=("config_problem", "raw_config"),
+        condition=_garbage,
         message="{what}",
         cure="{do}",
         symptom="A model that answers, and worse than it should: wrong positions selected, other "
@@ -232,11 +241,3 @@ RULES: tuple[Rule, ...] = (
         source=("sgl-project/sglang#25261",),
     ),
 )
-
-
-def _halves(line: str) -> tuple[str, str]:
-    """What is wrong, and what to do, of one of our error lines."""
-    what, _, todo = line.rpartition("; ")
-    if not what:
-        return line, "take config.json from the model's own repository"
-    return what, todo

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 
 from sglang_glm53.checks.facts import Facts
 from sglang_glm53.checks.packages import ARCHITECTURE, GROUPS
+from sglang_glm53.checks.reading import architectures
 from sglang_glm53.checks.rule import FAIL, WARN, Rule, Verdict
 from sglang_glm53.tripwire import NAME, left_out
 
@@ -15,7 +16,7 @@ LIST, PLATFORM, EXTERNAL = "SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG_EXTERNAL
 OUR_VARIABLES: dict[str, tuple[str, ...] | None] = {
     "GLM53_STRICT": ("0", "1"),
     "GLM53_SERVE": ("ours", "stock"),
-    "GLM53_ON_ERROR": ("stock", "fail"),
+    "GLM53_ON_ERROR": ("stock",),
     "GLM53_ATTENTION": ("torch",),
     "GLM53_POOL": ("page", "layer"),
     "GLM53_DECODE": ("fused", "unfused"),
@@ -106,8 +107,8 @@ def _sglang_variables(facts: Facts) -> Verdict:
 
 
 def _other_architecture(facts: Facts) -> Verdict:
-    names = facts.raw_config.get("architectures") or ["none"]
-    return None if ARCHITECTURE in names else {"names": ", ".join(map(str, names))}
+    names = architectures(facts)
+    return None if ARCHITECTURE in names else {"names": ", ".join(names) or "not named"}
 
 
 RULES: tuple[Rule, ...] = (

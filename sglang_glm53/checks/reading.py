@@ -11,6 +11,11 @@ HOPPER = (9, 0)
 MTP = ("EAGLE", "NEXTN")
 
 
+def architectures(facts: Facts) -> list[str]:
+    """What config.json calls the model."""
+    return [str(name) for name in facts.raw_config.get("architectures") or ()]
+
+
 def on_gpu(facts: Facts) -> bool:
     """Whether the server runs on a GPU (where nothing is known: yes, as SGLang would)."""
     return str(facts.arg("device") or facts.device or "cuda") != "cpu"

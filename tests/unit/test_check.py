@@ -130,6 +130,17 @@ def test_another_config_is_seen(
     assert "fail  checkpoint-missing" in out and "indexer" in out
 
 
+def test_another_architecture_is_not_called_garbage(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "model")
+    (folder / "config.json").write_text('{"architectures": ["Glm5NextForConditionalGeneration"]}')
+    out = said(capsys, folder, 0)
+    assert "warn  other-architecture" in out and "fail  " not in out
+    (folder / "config.json").write_text('{"architectures": ["GlmMoeDsaForCausalLM"]}')
+    assert "fail  config-garbage" in said(capsys, folder, 1)
+
+
 def test_json_and_a_damaged_file(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from sglang_glm53.checks.arguments import as_written, options
 from sglang_glm53.checks.engine import PASS, SKIPPED
 from sglang_glm53.checks.facts import UNKNOWN, Facts
 from sglang_glm53.checks.gather import Question
+from sglang_glm53.checks.loading import OUR_VARIABLES
 from sglang_glm53.checks.packages import Plugin, contested, pins, plugins
 from sglang_glm53.checks.report import as_json, table
 from sglang_glm53.checks.rule import FAIL, WARN, Rule
@@ -256,6 +258,14 @@ def test_plugins_whose_module_is_gone_are_told_without_importing(
 def test_pins_are_those_of_the_installed_sglang() -> None:
     found = pins()
     assert found is not None and {"torch", "transformers", "sglang-kernel"} <= set(found)
+
+
+def test_every_variable_of_ours_is_known() -> None:
+    package = Path(cli.__file__).parent
+    named: set[str] = set()
+    for path in package.rglob("*.py"):
+        named.update(re.findall(r"(?<![A-Z_])GLM53_[A-Z]+(?:_[A-Z]+)*", path.read_text()))
+    assert {name for name in named if not name.endswith("_")} <= set(OUR_VARIABLES)
 
 
 # --- the command ---------------------------------------------------------------------------------
