@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ from sglang_glm53.errors import Glm53Error
 from sglang_glm53.ledger import hardware
 from sglang_glm53.ledger.glm53 import config_json
 
+# How a server is started.
+PROGRAMS = (
+    ["sglang", "serve"],
+    ["python", "-m", "sglang.launch_server"],
+    ["python3", "-m", "sglang.launch_server"],
+    ["serve"],
+)
+_ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
+
 
 @dataclass(frozen=True)
 class Question:
@@ -28,6 +38,7 @@ class Question:
         gpu: a GPU's name (cookbook/devices.py) to judge for; None: this machine.
         count: GPUs of a machine of that kind.
         ask_sglang: whether SGLang's own parser may be asked (10 to 20 s).
+        variables: environment variables of the server, on top of this process's.
     """
 
     model: str | None = None
@@ -35,6 +46,7 @@ class Question:
     gpu: str | None = None
     count: int = 8
     ask_sglang: bool = True
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def gather(question: Question) -> tuple[Facts, list[str]]:
@@ -56,7 +68,11 @@ def gather(question: Question) -> tuple[Facts, list[str]]:
         notes.append(f"{model} is not on this machine: GLM-5.3's published config is assumed")
     config = overridden(config, written)
     said: dict[str, Any] = {"checkpoint": folder, "raw_config": config}
+    if question.variables:
+        said["environment"] = {**os.environ, **question.variables}
     if question.gpu is not None:
+        if question.count < 1:
+            raise Glm53Error(f"--gpus is {question.count}; give 1 or more")
         said |= of_device(device(question.gpu, question.count))
     if question.argv is not None:
         said |= _arguments(question, written, config, notes)
@@ -125,12 +141,19 @@ def _arguments(
         return said
     from sglang_glm53.cookbook.resolve import resolve
 
+    if question.gpu is None and machine.device() == "rocm":
+        notes.append("an AMD GPU: name it for SGLang's own resolution (--gpu mi300x)")
+        return said
     kind = device(question.gpu, question.count) if question.gpu else this_machine()
     if kind is CPU and question.gpu is None and written.get("device") != "cpu":
         notes.append(
             "no GPU here: options are resolved for a CPU; --gpu h200 takes another machine"
         )
-    answer = resolve(argv, config, kind, dict(os.environ))
+    try:
+        answer = resolve(argv, config, kind, {**os.environ, **question.variables})
+    except Glm53Error as error:  # no SGLang, or one that does not run: the rules say more
+        notes.append(f"{error}; options count as they are written")
+        return said
     if answer.args:  # none where the parser itself refuses
         said |= {"args": answer.args, "given": answer.given}
     return said | {
@@ -148,12 +171,22 @@ def this_machine() -> Device:
     return Device(name, capability, machine.gpu_memory_bytes() or 0, count=count)
 
 
-def arguments_after_dashes(rest: Sequence[str]) -> tuple[str, ...] | None:
-    """SGLang's arguments of `... -- [sglang serve] ARGS`; None where there are none."""
-    argv = list(rest)
-    if argv[:1] == ["--"]:
-        argv = argv[1:]
-    for start in (["sglang", "serve"], ["python", "-m", "sglang.launch_server"], ["serve"]):
-        if argv[: len(start)] == start:
-            argv = argv[len(start) :]
-    return tuple(argv) or None
+def pasted(rest: Sequence[str]) -> tuple[tuple[str, ...] | None, dict[str, str]]:
+    """A server's command line after `--`, as one would paste it.
+
+    Returns:
+        SGLang's arguments, None where there are none; and the variables set before the program
+        (`SGLANG_X=1 sglang serve ...`).
+    """
+    words = list(rest)
+    if words[:1] == ["--"]:
+        words = words[1:]
+    variables = {}
+    while words and (found := _ASSIGNMENT.match(words[0])):
+        variables[found[1]] = found[2]
+        words = words[1:]
+    for program in PROGRAMS:
+        if words[: len(program)] == program:
+            words = words[len(program) :]
+            break
+    return tuple(words) or None, variables

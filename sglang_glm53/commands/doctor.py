@@ -52,14 +52,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sglang_glm53.checks import engine, report
-    from sglang_glm53.checks.gather import Question, arguments_after_dashes, gather
+    from sglang_glm53.checks.gather import Question, gather, pasted
     from sglang_glm53.checks.rule import FAIL
     from sglang_glm53.checks.rules import RULES
 
+    argv, variables = pasted(args.sglang)
     facts, notes = gather(
         Question(
             model=args.model,
-            argv=arguments_after_dashes(args.sglang),
+            argv=argv,
+            variables=variables,
             gpu=args.gpu,
             count=args.gpus,
             ask_sglang=not args.quick,

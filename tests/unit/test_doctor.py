@@ -134,12 +134,20 @@ def test_arguments_are_read_without_sglangs_parser() -> None:
     ["-- --tp 8", "-- sglang serve --tp 8", "-- python -m sglang.launch_server --tp 8", "--tp 8"],
 )
 def test_a_pasted_command_is_taken(rest: str) -> None:
-    assert gather.arguments_after_dashes(rest.split()) == ("--tp", "8")
+    assert gather.pasted(rest.split()) == (("--tp", "8"), {})
 
 
 def test_no_command_is_none() -> None:
-    assert gather.arguments_after_dashes([]) is None
-    assert gather.arguments_after_dashes(["--"]) is None
+    assert gather.pasted([]) == (None, {})
+    assert gather.pasted(["--"]) == (None, {})
+
+
+def test_variables_before_the_program_count() -> None:
+    argv, variables = gather.pasted("-- SGLANG_A=1 B=x=y sglang serve --tp 8".split())
+    assert argv == ("--tp", "8") and variables == {"SGLANG_A": "1", "B": "x=y"}
+    question = Question(argv=argv, variables=variables, ask_sglang=False)
+    facts, _ = gather.gather(question)
+    assert facts.environment["SGLANG_A"] == "1" and "PATH" in facts.environment
 
 
 # --- gathering -----------------------------------------------------------------------------------
@@ -180,6 +188,17 @@ def test_sglangs_own_resolution_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     assert facts.capability == (9, 0) and facts.gpus == 4 and facts.hardware.name == "h200"
     assert facts.driver_cuda is None, "another machine's driver"
     assert any("published config" in note for note in notes)
+
+
+def test_without_a_parser_to_ask_the_doctor_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*_: Any) -> Resolution:
+        raise Glm53Error("SGLang's parser could not be asked: no module")
+
+    monkeypatch.setattr("sglang_glm53.cookbook.resolve.resolve", resolve)
+    argv = ("--model-path", "zai-org/GLM-5.3-not-here", "--tp", "8")
+    facts, notes = gather.gather(Question(argv=argv, gpu="h200"))
+    assert facts.arg("tp_size") == 8 and facts.args_problem is None
+    assert any("could not be asked" in note for note in notes)
 
 
 def test_quick_takes_options_as_written() -> None:
@@ -339,6 +358,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         ["doctor", "--model", "/not/there"],
         ["doctor", "--gpu", "h900"],
+        ["doctor", "--gpu", "h200", "--gpus", "0"],
         ["check", "/not/there"],
     ):
         assert cli.main(arguments) == 1
