@@ -15,10 +15,12 @@ from sglang_glm53.ledger.svg import draw
 STYLE = """
 :root { color-scheme: light dark;
   --back: #fff; --front: #1a1d21; --muted: #5b6470; --line: #d9dee4; --card: #f6f8fa;
-  --s1: #0b66c3; --s2: #c2410c; --s3: #0f766e; --s4: #7c3aed; --level: #b91c1c; }
+  --s1: #0b66c3; --s2: #c2410c; --s3: #0f766e; --s4: #7c3aed; --level: #b91c1c;
+  --shade: #0004; }
 @media (prefers-color-scheme: dark) { :root {
   --back: #14171b; --front: #e8ebee; --muted: #a2acb8; --line: #333b44; --card: #1c2127;
-  --s1: #6cb2ff; --s2: #ff9d66; --s3: #4fd1c0; --s4: #c4a5ff; --level: #ff8080; } }
+  --s1: #6cb2ff; --s2: #ff9d66; --s3: #4fd1c0; --s4: #c4a5ff; --level: #ff8080;
+  --shade: #fff5; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 20px 16px 60px; max-width: 1240px; background: var(--back);
   color: var(--front); font: 15px/1.5 system-ui, sans-serif; }
@@ -34,10 +36,10 @@ p { margin: 4px 0 12px; max-width: 75ch; } .note { color: var(--muted); font-siz
 figure { margin: 0; padding: 12px; background: var(--card); border: 1px solid var(--line);
   border-radius: 8px; min-width: 0; }
 figcaption { font-weight: 600; margin-bottom: 6px; }
-svg { display: block; width: 100%; height: auto; } svg text { fill: var(--front); font-size: 11px;
+svg { display: block; width: 100%; height: auto; } svg text { fill: var(--front); font-size: 12px;
   font-family: system-ui, sans-serif; paint-order: stroke; stroke: var(--card);
-  stroke-width: 3px; } svg .muted { fill: var(--muted); font-size: 10.5px; }
-svg .axis { fill: var(--muted); font-size: 11px; font-style: italic; }
+  stroke-width: 3px; } svg .muted { fill: var(--muted); font-size: 11.5px; }
+svg .axis { fill: var(--muted); font-size: 12px; font-style: italic; }
 svg .grid { stroke: var(--line); stroke-width: 1; }
 svg .line { fill: none; stroke-width: 2; } svg .level { stroke: var(--level); stroke-width: 1.5;
   stroke-dasharray: 5 3; }
@@ -45,15 +47,24 @@ svg rect.s1, svg .dot.s1 { fill: var(--s1); } svg .dot.s2 { fill: var(--s2); }
 svg .dot.s3 { fill: var(--s3); } svg .dot.s4 { fill: var(--s4); }
 svg .line.s1 { stroke: var(--s1); } svg .line.s2 { stroke: var(--s2); }
 svg .line.s3 { stroke: var(--s3); } svg .line.s4 { stroke: var(--s4); }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; }
+.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px;
+  background: linear-gradient(to right, var(--back) 30%, transparent) left / 40px 100% local,
+    linear-gradient(to left, var(--back) 30%, transparent) right / 40px 100% local,
+    linear-gradient(to right, var(--shade), transparent) left / 14px 100% scroll,
+    linear-gradient(to left, var(--shade), transparent) right / 14px 100% scroll;
+  background-repeat: no-repeat; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px;
   font-variant-numeric: tabular-nums; }
 th, td { padding: 5px 10px; text-align: left; border-bottom: 1px solid var(--line);
-  white-space: nowrap; } th { background: var(--card); font-weight: 600; }
+  white-space: nowrap; } th { font-weight: 600; border-bottom: 2px solid var(--line); }
+td.name { color: var(--muted); font: 12.5px ui-monospace, monospace; }
 tr:last-child td { border-bottom: 0; } td.n, th.n { text-align: right; }
 details { margin-top: 10px; } summary { cursor: pointer; font-weight: 600; }
 code { font: 12.5px ui-monospace, monospace; overflow-wrap: anywhere; }
 dl { margin: 8px 0; } dt { margin-top: 12px; font-weight: 600; } dd { margin: 2px 0 0 0; }
+@media (max-width: 600px) {
+  th, td { padding: 5px 8px; } td:first-child { white-space: normal; min-width: 8.5em; }
+  .name { display: none; } /* they stand with the formulas */ }
 .source { color: var(--muted); font-size: 12.5px; overflow-wrap: anywhere; }
 """
 
@@ -112,13 +123,16 @@ def _table(table: Table) -> str:
         for column in range(len(table.head))
     ]
 
+    kinds = [
+        " class=n" if right else " class=name" if head == "name" else ""
+        for right, head in zip(numeric, table.head, strict=True)
+    ]
+
     def row(cells: tuple[str, ...], tag: str) -> str:
+        pairs = zip(cells, kinds, strict=True)
         return (
             "<tr>"
-            + "".join(
-                f"<{tag}{' class=n' if right else ''}>{escape(cell)}</{tag}>"
-                for cell, right in zip(cells, numeric, strict=True)
-            )
+            + "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in pairs)
             + "</tr>"
         )
 

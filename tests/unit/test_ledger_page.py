@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -134,36 +131,3 @@ def test_a_picture(tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     assert cli.main(["ledger", "dp8", "--png", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 20_000
-
-
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_browser_draws_it(width: int, tmp_path: Path) -> None:
-    """Without a console message; what does not fit in the window would widen the document."""
-    file, shot = tmp_path / "a.html", tmp_path / "a.png"
-    text = page(account("tp8", steps=5, tokens=6, accept=3.5))
-    probe = "<script>document.title = document.documentElement.scrollWidth;</script>"
-    file.write_text(text.replace("</body>", f"{probe}</body>"))
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-        f"--user-data-dir={tmp_path / 'profile'}", "--hide-scrollbars",
-    ]  # fmt: skip
-    sizes = [f"--window-size={width},900"]
-    drawn = subprocess.run(
-        [*command, *sizes, f"--screenshot={shot}", file.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert shot.read_bytes().startswith(b"\x89PNG"), drawn.stderr
-    assert "CONSOLE" not in drawn.stderr
-    dumped = subprocess.run(
-        [*command, *sizes, "--dump-dom", file.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    (title,) = re.findall(r"<title>(\d+)</title>", dumped.stdout[:20000])
-    # Chromium's smallest window is wider than a phone.
-    assert int(title) <= max(width, 500)
