@@ -391,6 +391,7 @@ def to_json(account: Account) -> dict[str, Any]:
         "full_indexer_layers": len(account.config.full_layers),
         "full_indexer_layer_ids": list(account.config.full_layers),
         "stored_bytes_per_rank": account.stored["stored_bytes"],
+        "loaded_bytes_per_rank": account.loaded.total,
         "collectives_per_step": step.collective_count,
         "collective_bytes_per_step": step.collective_bytes,
         "collective_bytes_per_token": account.totals["collective_bytes_per_token"],
