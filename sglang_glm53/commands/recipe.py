@@ -33,7 +33,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(
+        dest="action", metavar="ACTION", required=True, parser_class=_splitting(type(parser))
+    )
 
     listing = actions.add_parser("list", help="names, hardware, and what fits")
     listing.add_argument("--json", action="store_true", help="as JSON")
@@ -68,8 +70,22 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     run.add_argument("--role", metavar="ROLE", help="of several servers: prefill, decode, router")
     run.add_argument("--node", type=int, default=0, metavar="N", help="of several machines, from 0")
     _add_choices(run)
-    run.add_argument("serve_arguments", nargs="*", metavar="-- ARGS", help=argparse.SUPPRESS)
     run.set_defaults(run=run_run)
+
+
+def _splitting(base: type[argparse.ArgumentParser]) -> type[argparse.ArgumentParser]:
+    """A parser that leaves what follows `--` alone and keeps it as `after`: argparse would want it
+    beside the other words without dashes."""
+
+    class Splitting(base):  # type: ignore[misc, valid-type]
+        def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+            words = list(args or ())
+            end = words.index("--") if "--" in words else len(words)
+            parsed, unknown = super().parse_known_args(words[:end], namespace)
+            parsed.after = words[end + 1 :]
+            return parsed, unknown
+
+    return Splitting
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
@@ -189,7 +205,7 @@ def run_run(args: argparse.Namespace) -> int:
         command = [each for each in found if each.server == server][args.node]
         if server.hardware.gpu == "cpu":
             command = replace(command, environment={**CPU_ENVIRONMENT, **command.environment})
-    command = replace(command, argv=(*command.argv, *args.serve_arguments))
+    command = replace(command, argv=(*command.argv, *args.after))
     for word in command.argv:
         if "${" in word:
             name = word.partition("${")[2].partition(":")[0]

@@ -147,6 +147,15 @@ def test_a_million_tokens_need_two_machines() -> None:
     assert longest("h200x2-long-context") == 1
 
 
+def test_a_context_that_is_promised_fits() -> None:
+    for name in NAMES:
+        one = recipe.load(name)
+        for server in one.servers:
+            found, length = show.memory(one, server, NEWEST), server.arguments.get("context-length")
+            if isinstance(found, Expected) and length is not None:
+                assert length <= found.tokens, name
+
+
 def test_the_document_is_the_recipes() -> None:
     assert docs.TARGET.read_text(encoding="utf-8") == docs.build(NEWEST), (
         "docs/recipes.md is stale: python -m sglang_glm53.cookbook.docs"
@@ -333,6 +342,21 @@ def test_a_wrong_command_gets_one_line(
     err = capsys.readouterr().err
     assert line in err
     assert err.count("\n") == 1
+
+
+def test_run_starts_the_command_with_what_follows_the_dashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = []
+    monkeypatch.setattr("sglang_glm53.cookbook.run.run", lambda *found: started.append(found) or 0)
+    words = ["recipe", "run", "h200-pd-nixl", "--role", "router", "--address", "PREFILL=1.1.1.1"]
+    assert cli.main([*words, "--address", "decode=2.2.2.2", "--", "--log-level", "debug"]) == 0
+    ((command, program),) = started
+    assert program[1:] == ["-m", "sglang_router.launch_router"]
+    assert command.argv[-7:-2] == (
+        *("--prefill", "http://1.1.1.1:30000", "8998", "--decode", "http://2.2.2.2:30000"),
+    )
+    assert command.argv[-2:] == ("--log-level", "debug")
 
 
 def test_a_recipe_for_gpus_does_not_start_without(
