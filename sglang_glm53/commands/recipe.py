@@ -177,10 +177,11 @@ def _print(findings: list[Any], skipped: int, version: str) -> None:
 def run_run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
+    from sglang_glm53.commands import recipe_server
     from sglang_glm53.commands.demo import CPU_ENVIRONMENT
     from sglang_glm53.commands.server_process import sglang_command
     from sglang_glm53.compat import require_supported
-    from sglang_glm53.cookbook import run, show
+    from sglang_glm53.cookbook import show
 
     recipe, addresses = _recipe(args), _addresses(args.address)
     if args.role == "router":
@@ -195,11 +196,11 @@ def run_run(args: argparse.Namespace) -> int:
                 f"recipe {recipe.name} has {server.hardware.nodes} machines; --node counts from 0"
             )
         program = [*sglang_command(), "serve"]
-        run.require_hardware(recipe, server)
+        recipe_server.require_hardware(recipe, server)
         found = show.commands(
             recipe,
             require_supported(),
-            model=run.checkpoint(recipe, args.model),
+            model=recipe_server.checkpoint(recipe, args.model),
             addresses=addresses,
         )
         command = [each for each in found if each.server == server][args.node]
@@ -211,7 +212,7 @@ def run_run(args: argparse.Namespace) -> int:
             name = word.partition("${")[2].partition(":")[0]
             raise Glm53Error(f"recipe {recipe.name} needs an address: --address {name}=HOST")
     print(command.shell(), file=sys.stderr)
-    return run.run(command, program)
+    return recipe_server.run(command, program)
 
 
 def _recipe(args: argparse.Namespace) -> Any:

@@ -12,9 +12,10 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_glm53.cookbook.devices import Device
+if TYPE_CHECKING:
+    from sglang_glm53.cookbook.devices import Device
 
 # Imported by SGLang's configuration code for names that it only calls on a GPU.
 _KERNELS = ("sgl_kernel", "aiter")

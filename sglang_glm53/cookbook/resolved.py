@@ -22,11 +22,13 @@ FILE = Path(__file__).with_name("resolved.json")
 FIELDS = (
     *("tp_size", "pp_size", "ep_size", "attn_dp_size", "attn_cp_size", "moe_a2a_backend"),
     *("moe_dense_tp_size", "enable_dp_lm_head", "kv_cache_dtype", "dsa_prefill_backend"),
-    *("dsa_decode_backend", "moe_runner_backend", "mem_fraction_static", "page_size"),
+    *("dsa_decode_backend", "moe_runner_backend", "mem_fraction_static"),
     *("chunked_prefill_size", "max_running_requests", "max_total_tokens", "context_length"),
     *("speculative_num_steps", "speculative_num_draft_tokens"),
     *("flashinfer_allreduce_fusion_backend", "enable_hierarchical_cache", "hicache_ratio"),
 )
+# On a CPU these come from the machine that resolves, not from the recipe.
+OF_THE_MACHINE = ("mem_fraction_static", "chunked_prefill_size", "decode_graph_max_bs")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ def of(resolution: Resolution) -> Resolved:
     args = {name: resolution.args.get(name) for name in FIELDS}
     graphs = resolution.args.get("cuda_graph_config") or {}
     args["decode_graph_max_bs"] = (graphs.get("decode") or {}).get("max_bs")
+    if resolution.args.get("device") == "cpu":
+        args = {name: value for name, value in args.items() if name not in OF_THE_MACHINE}
     return Resolved(args, {key: tuple(names) for key, names in resolution.rows.items()})
 
 

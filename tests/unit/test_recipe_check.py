@@ -222,14 +222,14 @@ sys.exit({code})
 
 
 def start(seconds: float, code: int = 0) -> subprocess.Popen[str]:
-    """`run.run` in a process of its own, on a server that sleeps and has a stubborn child."""
+    """`recipe_server.run` in a process of its own, on a server with a stubborn child."""
     server = SERVER.format(seconds=seconds, code=code)
     program = textwrap.dedent(f"""
         import sys
-        from sglang_glm53.cookbook import run
+        from sglang_glm53.commands import recipe_server
         from sglang_glm53.cookbook.command import Command
         command = Command("server", ("python",), ("-c", {server!r}), {{"MARK": "set"}})
-        sys.exit(run.run(command, [sys.executable]))
+        sys.exit(recipe_server.run(command, [sys.executable]))
     """)
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
 

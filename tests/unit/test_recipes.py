@@ -348,7 +348,9 @@ def test_run_starts_the_command_with_what_follows_the_dashes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started = []
-    monkeypatch.setattr("sglang_glm53.cookbook.run.run", lambda *found: started.append(found) or 0)
+    monkeypatch.setattr(
+        "sglang_glm53.commands.recipe_server.run", lambda *found: started.append(found) or 0
+    )
     words = ["recipe", "run", "h200-pd-nixl", "--role", "router", "--address", "PREFILL=1.1.1.1"]
     assert cli.main([*words, "--address", "decode=2.2.2.2", "--", "--log-level", "debug"]) == 0
     ((command, program),) = started

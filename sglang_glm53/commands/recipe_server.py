@@ -8,7 +8,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_glm53 import miniature
 from sglang_glm53.checks import machine
+from sglang_glm53.commands.demo import tiny_checkpoint
+from sglang_glm53.commands.server_process import end_with_parent
 from sglang_glm53.cookbook.command import Command
 from sglang_glm53.cookbook.recipe import MINIATURE, Recipe, Server
 from sglang_glm53.errors import Glm53Error
@@ -48,9 +51,6 @@ def checkpoint(recipe: Recipe, model: str | None) -> str:
         return str(Path(model).expanduser()) if Path(model).expanduser().is_dir() else model
     if recipe.model != MINIATURE:
         return recipe.model
-    from sglang_glm53 import miniature
-    from sglang_glm53.commands.demo import tiny_checkpoint
-
     return str(miniature.folder() if miniature.shipped() else tiny_checkpoint(fp8=False))
 
 
@@ -63,8 +63,6 @@ def run(command: Command, program: Sequence[str]) -> int:
     Returns:
         The server's exit code; 128 and the signal's number where a signal ended it.
     """
-    from sglang_glm53.commands.server_process import end_with_parent
-
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _interrupt)
     process = subprocess.Popen(
