@@ -9,6 +9,7 @@
 #   features    what features.py says of a GPU: weight updates, sleep, returned tensors, ...
 #   long        200,000 tokens: what the indexer selects, peak memory
 #   pool        page-major cache pages: kernels, host copies, the decode step, HiCache with MTP
+#   memory      SGLang's weights and cache in GiB beside the estimate, nine shapes (quick: three)
 #   sanitizer   compute-sanitizer over our own kernels
 #   pytest      `pytest -m gpu`, which judges the results in OUT; the rest is told by now
 #
@@ -20,7 +21,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage() { sed -n '2,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 
 [ $# -ge 1 ] || usage 2
 case $1 in -h | --help) usage 0 ;; esac
@@ -30,10 +31,10 @@ shift
 quick=()
 if [ "${1:-}" = quick ]; then quick=(--quick); shift; fi
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(parity backends long features pool sanitizer pytest)
+[ ${#stages[@]} -gt 0 ] || stages=(parity backends long features pool memory sanitizer pytest)
 for stage in "${stages[@]}"; do
   case $stage in
-    parity | backends | long | features | pool | sanitizer | pytest) ;;
+    parity | backends | long | features | pool | memory | sanitizer | pytest) ;;
     *) echo "gpu_tests: there is no stage $stage" >&2; usage 2 ;;
   esac
 done
@@ -71,6 +72,8 @@ run_stage() {
     pool) # the slice's 78 layers need a whole GPU and five minutes: quick leaves them out
       "$python" -m gpu.pool "$work" --checkpoint "$scratch/glm53-pool" \
         ${quick:+--only kernels hicache} ;;
+    memory) # needs a whole GPU of 141 GB
+      "$python" -m gpu.memory "$work" ${quick:+--shapes 78-fp8 40-fp8-mtp 40-bf16} ;;
     sanitizer) "$python" -m gpu.sanitizer "$work" ;;
     pytest)
       if "$python" -c 'import pytest' 2>/dev/null; then
@@ -83,7 +86,7 @@ run_stage() {
 
 collect() { # a killed run leaves what it measured
   local name
-  for name in parity backends long features pool sanitizer; do
+  for name in parity backends long features pool memory sanitizer; do
     if [ -f "$work/$name.json" ]; then cp "$work/$name.json" "$out/"; fi
   done
   tar -czf "$work/../.glm53-details.tgz" -C "$scratch" "$(basename "$work")" 2>/dev/null

@@ -12,6 +12,7 @@ from sglang_glm53.ledger.collectives import Collective, Pass, collectives, pass_
 from sglang_glm53.ledger.formula import Figure, Number, Sheet
 from sglang_glm53.ledger.hardware import Hardware
 from sglang_glm53.ledger.operators import Operator, Shape
+from sglang_glm53.ledger.outside import DISPATCH_LIMIT, Use, outside
 from sglang_glm53.ledger.topology import Topology, Workload
 
 MEM_FRACTION = 0.85
@@ -134,6 +135,29 @@ class Account:
         """What loading takes of the free memory."""
         return loading.loaded(
             self.config, self.topology, mtp=self.workload.drafts, dummy=self.dummy
+        )
+
+    @cached_property
+    def beside(self) -> Sheet:
+        """What is allocated beside weights and cache, if graphs are made for this batch and
+        --context-length is this context."""
+        work, requests = self.workload, memory.requests_here(self.topology, self.workload)
+        use = Use(
+            context=work.context,
+            pool_tokens=self.capacity["pool_tokens"],
+            requests=requests,
+            graph_batch=requests,
+            tokens=work.tokens if work.drafts else 1,
+            steps=work.steps,
+            chunk=work.chunk,
+            dispatch_limit=DISPATCH_LIMIT if self.topology.a2a == "deepep" else 0,
+        )
+        return outside(
+            self.config,
+            self.topology,
+            use,
+            memory=self.capacity["memory"],
+            outside=self.capacity["outside"],
         )
 
     @cached_property
@@ -260,6 +284,7 @@ class Account:
             yield self.break_even
         yield from self.totals.figures.values()
         yield from self.capacity.figures.values()
+        yield from self.beside.figures.values()
 
     def _pass(self, kind: Pass, times: int, reads: Sheet) -> PassAccount:
         rows = pass_rows(kind, self.topology, self.workload)

@@ -38,6 +38,7 @@ def tables(account: Account) -> list[Table]:
         *(_operators(account, kind) for kind in KINDS),
         _prefill(account),
         _capacity(account),
+        _beside(account),
     ]
     return [table for table in found if table.rows]
 
@@ -309,6 +310,22 @@ def _capacity(account: Account) -> Table:
         _figures(account.capacity.figures.values()),
         note,
     )
+
+
+def _beside(account: Account) -> Table:
+    sheet, room = account.beside, account.capacity["outside"]
+    note = (
+        "not counted: activations and the graphs' own memory; the recorded slices had 3.5 GiB for "
+        "a prefill graph of 8,192 tokens and 0.2 GiB for verifying 8 requests"
+    )
+    if sheet["needed"] > room:
+        note = f"{units.memory(room)} are kept free, which is less than that; {note}"
+    shown = [
+        figure
+        for name, figure in sheet.figures.items()
+        if figure.value and not name.endswith("_message")
+    ]
+    return Table("Beside weights and cache", ("", "", "name"), _figures(shown), note)
 
 
 # --- two topologies ------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ WRITTEN = {
     "test_backends": "backends.json",
     "test_long_context": "long.json",
     "test_features": "features.json",
+    "test_memory": "memory.json",
 }
 
 

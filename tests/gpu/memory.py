@@ -203,15 +203,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["ours"])
     options = parser.parse_args(argv)
     end_children_when_ended()
-    options.out.mkdir(parents=True, exist_ok=True)
+    out = options.out.resolve()  # children run in another folder
+    out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     bad = False
     for name in options.shapes:
         shape = SHAPES[name]
-        model = options.out / f"model-{shape.layers}-{shape.experts}"
+        model = out / f"model-{shape.layers}-{shape.experts}"
         write_slice(model, layers=shape.layers, experts=shape.experts)
         for side in options.sides:
-            log = options.out / f"{name}-{side}.log"
+            log = out / f"{name}-{side}.log"
             child = Child(
                 f"{name}-{side}",
                 "gpu.memory_child",
@@ -224,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found["error"] = ended.reason or None
             rows.append(found)
             bad = bad or bool(found["error"] or found["misses"])
-            (options.out / "memory.json").write_text(json.dumps(rows, indent=1) + "\n")
+            (out / "memory.json").write_text(json.dumps(rows, indent=1) + "\n")
             print(f"{name}, {side}: {found['seen']} | {found['misses'] or found['error'] or 'ok'}")
     return int(bad)
 

@@ -18,6 +18,7 @@ from sglang_glm53.ledger import hardware, loading, memory, observations
 from sglang_glm53.ledger.account import Account
 from sglang_glm53.ledger.allocator import LARGE_SEGMENT, MIB, SMALL_SEGMENT, Allocator
 from sglang_glm53.ledger.glm53 import config_json
+from sglang_glm53.ledger.report import render, tables
 from sglang_glm53.ledger.topology import PRESETS, Topology, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,6 +197,20 @@ def test_other_gpus_take_an_h200s_share_and_say_so(tmp_path: Path) -> None:
     hardware.load.cache_clear()
     with pytest.raises(Glm53Error, match="before_loading needs the numbers"):
         hardware.load(str(file))
+
+
+def test_the_ledger_tells_what_lies_beside_weights_and_cache(glm53: Glm53Config) -> None:
+    work = Workload(batch=64, context=131072, steps=5, tokens=6, accept=3.5)
+    account = Account(glm53, PRESETS["dp8-deepep"], work, hardware.load("h200"))
+    sheet = account.beside
+    assert sheet["requests"] == sheet["graph_batch"] == 8, "of one of eight groups"
+    assert sheet["deepep"] > 1.5 * GIB and sheet["needed"] < account.capacity["outside"]
+    text = render(tables(account))
+    assert "Beside weights and cache" in text and "are kept free, which is less" not in text
+    crowded = replace(account, workload=replace(work, batch=8192, context=1_048_576))
+    assert "are kept free, which is less than that" in render(tables(crowded))
+    alone = Account(glm53, PRESETS["tp8"], Workload(), hardware.load("h200"))
+    assert alone.beside["deepep"] == alone.beside["graph_tables"] == 0
 
 
 # --- the sweep on a GPU --------------------------------------------------------------------------
