@@ -31,8 +31,9 @@ Launch commands for GLM-5.3, each held against SGLang's own argument parser and 
 `recipes/`; `glm53 recipe show NAME` prints the command in the spelling of the installed SGLang, and
 `glm53 recipe run NAME` starts it.
 
-- **Serves**: the class that serves there, and what stands down, decided by the table of
-  [features](compatibility.md#features) on the arguments as SGLang resolves them on that hardware.
+- **Serves**: the class that serves there, with what ours runs or why it stands down, decided by the
+  table of [features](compatibility.md#features) on the arguments as SGLang resolves them on that
+  hardware.
 - **What fits** is computed by the [ledger](ledger.md) from the resolved arguments: tokens of an
   attention group's cache beside the weights. The start of the server says the exact number
   (`max_total_num_tokens`).

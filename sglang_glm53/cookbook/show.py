@@ -12,7 +12,7 @@ from sglang_glm53.cookbook.command import (
 )
 from sglang_glm53.cookbook.expect import Expected
 from sglang_glm53.cookbook.recipe import MINIATURE, Recipe, Server
-from sglang_glm53.features import STANDS_DOWN
+from sglang_glm53.features import RUNS, STANDS_DOWN
 
 GIB = 2**30
 NOT_RUN = "not run here; see the sources"
@@ -56,14 +56,13 @@ def hardware(recipe: Recipe) -> str:
 
 
 def serves(recipe: Recipe, server: Server, version: str) -> str:
-    """Which class serves with that version of SGLang, and what stands down."""
+    """Which class serves with that version of SGLang: what stands down, or what ours runs there."""
     told = resolved.find(recipe.name, server.role, version)
     if told is None:
         return "glm53 recipe check says"
-    down = told.features(STANDS_DOWN)
-    if not down:
-        return "ours"
-    return f"{told.serves}: " + "; ".join(f"{row.name} ({row.reason})" for row in down)
+    rows = told.features(STANDS_DOWN) or told.features(RUNS)
+    reasons = "; ".join(f"{row.name} ({row.reason})" for row in rows)
+    return f"{told.serves}: {reasons}" if reasons else told.serves
 
 
 def also_stands_down(recipe: Recipe, server: Server, version: str, other: str) -> str:

@@ -314,7 +314,8 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     fits = show.memory(one, one.server(), NEWEST)
     assert isinstance(fits, Expected)
     tokens = f"{fits.tokens:,} tokens"
-    for part in ("--tp-size 8", "ours", tokens, "not run here", "TPOT 3.71 ms"):
+    ours = "ours: tensor parallelism (tested with 2 ranks on a CPU)"
+    for part in ("--tp-size 8", ours, tokens, "not run here", "TPOT 3.71 ms"):
         assert part in out
     assert cli.main(["recipe", "show", "h200-latency", "--sglang", NEWEST, "--script"]) == 0
     assert capsys.readouterr().out.startswith("sglang serve \\\n  --model-path zai-org/GLM-5.3 ")
