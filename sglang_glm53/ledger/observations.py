@@ -167,7 +167,7 @@ def _slice() -> list[Observation]:
             account.capacity.figures["pool_tokens"],
             0.007,
             RECORDED,
-            "0.05 GiB: kernels that the driver loaded meanwhile are not counted",
+            "0.05 GiB, most likely kernels that the driver loaded meanwhile",
         ),
     ]
 
