@@ -153,8 +153,8 @@ RULES: tuple[Rule, ...] = (
         severity=WARN,
         reads=("args",),
         condition=lambda facts: bool(facts.arg("enable_custom_logit_processor")),
-        message="SGLang's thinking budget for GLM knows GLM-4's token ids; on GLM-5.3 it does "
-        "nothing",
+        message="SGLang's processor for a thinking budget of GLM (Glm4MoeThinkingBudget...) has "
+        "GLM-4's token ids: on GLM-5.3 it does nothing",
         cure="send a processor with the ids of <think> and </think> from tokenizer_config.json "
         "(GLM-5: 154841 and 154842)",
         symptom="thinking_budget is accepted and ignored.",

@@ -137,7 +137,7 @@ RULES: tuple[Rule, ...] = (
         cure="pip install {package} (for your CUDA), or choose another backend",
         symptom="An ImportError in a scheduler, after the weights were read.",
         cause="SGLang imports these where they are used first.",
-        source=("sgl-project/sglang#28893", "sgl-project/sglang#22676"),
+        source=("sgl-project/sglang#22676", "SGLang's dispatchers and transfer backends"),
     ),
     Rule(
         id="deepgemm-not-compiled",

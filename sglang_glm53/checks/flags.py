@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from textwrap import shorten
 from typing import Any
 
 from sglang_glm53.checks.arguments import as_written, field_of, options
@@ -20,11 +21,13 @@ TOLD_ELSEWHERE = frozenset(
         *("enable_flashinfer_allreduce_fusion", "max_running_requests"),
     }
 )
+LONGEST = 300  # characters of SGLang's line
 SPELLINGS = {"bf16": "bfloat16", "fp16": "half"}
 
 
 def _refused(facts: Facts) -> Verdict:
-    return {"line": facts.args_problem} if facts.args_problem else None
+    line = shorten(facts.args_problem, LONGEST, placeholder=" ...")  # argparse lists all choices
+    return {"line": line} if facts.args_problem else None
 
 
 def _candidates(option: str, known: frozenset[str]) -> list[str]:

@@ -30,7 +30,10 @@ def gpus() -> int | None:
     there = _ask(lambda nvml: nvml.nvmlDeviceGetCount())
     if visible is None or there is None:
         return there
-    return min(there, len([name for name in visible.split(",") if name.strip()]))
+    names = [name for part in visible.split(",") if (name := part.strip())]
+    if any(name.startswith("MIG") for name in names):  # parts of one GPU count each
+        return len(names)
+    return min(there, len(names))
 
 
 def capability() -> tuple[int, int] | None:

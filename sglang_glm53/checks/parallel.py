@@ -29,8 +29,8 @@ def _uneven(facts: Facts) -> Verdict:
 
 def _too_few_gpus(facts: Facts) -> Verdict:
     """`dp_size` beside attention groups counts whole copies of the model."""
-    if not on_gpu(facts):
-        return None
+    if not on_gpu(facts) or facts.arg("use_ray"):
+        return None  # Ray takes GPUs of other machines
     ranks = facts.arg("tp_size", 1) * facts.arg("pp_size", 1)
     copies = 1 if facts.arg("enable_dp_attention") else facts.arg("dp_size", 1)
     needed = -(-ranks * copies // facts.arg("nnodes", 1))

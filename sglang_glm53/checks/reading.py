@@ -63,3 +63,22 @@ def switched_on(facts: Facts, name: str, default: bool) -> bool:
     """A boolean variable of SGLang's, as it reads them."""
     value = (facts.environment or {}).get(name)
     return default if value is None else value.lower() in ("true", "1", "yes", "y")
+
+
+def older(version: str, than: str) -> bool:
+    """Whether a version comes before another."""
+    from packaging.version import Version
+
+    return Version(version) < Version(than)
+
+
+def satisfies(version: str, specifier: str) -> bool:
+    """Whether a version is one that a requirement ("==2.14.1") names."""
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(version, prereleases=True)
+
+
+def nvidia(facts: Facts) -> bool:
+    """Whether an NVIDIA GPU serves, whose kernel packages then count."""
+    return facts.device == "cuda" and on_gpu(facts)

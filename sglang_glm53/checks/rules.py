@@ -10,6 +10,7 @@ from sglang_glm53.checks import (
     features,
     flags,
     hicache,
+    kernels,
     kv,
     loading,
     memory_rules,
@@ -22,6 +23,7 @@ from sglang_glm53.checks.rule import Rule
 # Subjects, as the documentation names them.
 SUBJECTS: dict[str, tuple[Rule, ...]] = {
     "Versions": versions.RULES,
+    "Kernel packages": kernels.RULES,
     "Loading": loading.RULES,
     "Config and tokenizer": config.RULES,
     "Command line": flags.RULES,

@@ -113,6 +113,19 @@ VERSIONS: dict[str, Example] = {
         {"versions": RIGHT, "pins": PINS, **NVIDIA},
         ("sglang-kernel is 0.4.9",),
     ),
+    "deepep-version": Example(
+        {
+            "versions": {"sgl-deep-ep": "0.1.1"},
+            "pins": {"sgl-deep-ep": "==0.1.2.post1"},
+            "args": {"moe_a2a_backend": "deepep"},
+        },
+        {
+            "versions": {"sgl-deep-ep": "0.1.2.post1"},
+            "pins": {"sgl-deep-ep": "==0.1.2.post1"},
+            "args": {"moe_a2a_backend": "deepep"},
+        },
+        ("sgl-deep-ep 0.1.1", "==0.1.2.post1"),
+    ),
     "other-pins": Example(
         {"versions": {**RIGHT, "xgrammar": "0.2.6"}, "pins": PINS, **NVIDIA},
         {"versions": {**RIGHT, "sglang-kernel": "0.4.9"}, "pins": PINS, **NVIDIA},

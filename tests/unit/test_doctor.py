@@ -106,7 +106,8 @@ def test_the_config_follows_from_config_json() -> None:
 
 def test_this_environment_is_sound_and_its_facts_are_real() -> None:
     facts = Facts()
-    about_versions = {row.id for row in SUBJECTS["Versions"]}  # those are the environment's
+    # Those are the environment's.
+    about_versions = {row.id for row in (*SUBJECTS["Versions"], *SUBJECTS["Kernel packages"])}
     failed = {result.rule.id for result in engine.run(RULES, facts) if result.status == FAIL}
     assert failed <= about_versions
     assert facts.versions["sglang"] and facts.pins["torch"].startswith("==")
@@ -523,6 +524,8 @@ def test_an_nvidia_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gather.this_machine().count == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert Facts().gpus == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b,MIG-c")
+    assert Facts().gpus == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert Facts().device != "cuda"
 
