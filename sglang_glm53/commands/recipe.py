@@ -153,7 +153,7 @@ def run_check(args: argparse.Namespace) -> int:
     if args.json:
         rows = [
             {"recipe": each.case.title, "sglang": version, "status": each.status,
-             "lines": list(each.lines)}
+             "lines": list(each.lines), "says": list(each.says)}
             for each in findings
         ]  # fmt: skip
         print(json.dumps(rows, indent=1))
@@ -166,7 +166,7 @@ def _print(findings: list[Any], skipped: int, version: str) -> None:
     width = max([len(each.case.title) for each in findings], default=0)
     for each in findings:
         print(f"{each.status:<5} {each.case.title:<{width}}".rstrip())
-        for line in each.lines:
+        for line in (*each.lines, *each.says):
             print(f"      {line}")
     counts = {status: sum(each.status == status for each in findings) for status in
               ("ok", "warn", "fail")}  # fmt: skip

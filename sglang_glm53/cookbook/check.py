@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sglang_glm53.checks.facts import Facts
-from sglang_glm53.cookbook import expect, resolved
+from sglang_glm53.cookbook import expect, resolved, show
 from sglang_glm53.cookbook.command import argv_of, server_commands
 from sglang_glm53.cookbook.devices import Device, device
 from sglang_glm53.cookbook.models import config_of
@@ -42,12 +42,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one case: `lines` say what is wrong, and what to do."""
+    """What became of one case.
+
+    Attributes:
+        lines: what is wrong, and what to do.
+        says: which class serves and what fits, where nothing is told of the recipe yet.
+    """
 
     case: Case
     version: str
     status: str
     lines: tuple[str, ...] = ()
+    says: tuple[str, ...] = ()
     resolution: Resolution | None = field(default=None, compare=False)
 
 
@@ -89,19 +95,29 @@ def _finding(case: Case, version: str, resolution: Resolution) -> Finding:
         if name.startswith("SGLANG_") and name not in resolution.variables:
             lines.append(f"{name} is no variable of SGLang {version}; it would do nothing")
     if resolution.problem:
-        return Finding(case, version, FAIL, tuple(lines), resolution)
+        return Finding(case, version, FAIL, tuple(lines), resolution=resolution)
     warnings = []
     for status, line in _rules(case, version, resolution):
         (lines if status == FAIL else warnings).append(line)
     if not case.options:
         lines += _stale(case, version, resolution)
     status = FAIL if lines else WARN if warnings else OK
-    return Finding(case, version, status, (*lines, *warnings), resolution)
+    return Finding(
+        case, version, status, (*lines, *warnings), _says(case, version, resolution), resolution
+    )
+
+
+def _says(case: Case, version: str, resolution: Resolution) -> tuple[str, ...]:
+    if resolved.find(case.recipe, case.server.role, version) is not None:
+        return ()  # `show` and the documentation tell it
+    now = resolved.of(resolution)
+    found = expect.expected(case.recipe, case.server, now.args)
+    return (f"serves: {show.serves_as(now)}", *show.memory_lines(found))
 
 
 def _stale(case: Case, version: str, resolution: Resolution) -> list[str]:
     """Whether what is told of the recipe is still what SGLang makes of it."""
-    told = resolved.find(case.recipe.name, case.server.role, version)
+    told = resolved.find(case.recipe, case.server.role, version)
     if told is None:
         return []  # a recipe of the user's own
     now = resolved.of(resolution)
@@ -154,9 +170,3 @@ def facts_of(case: Case, version: str, resolution: Resolution) -> Facts:
         if case.device().platform == "cuda":
             known = {**known, "capability": case.device().capability}
     return Facts.only(**known)
-
-
-def expectations(case: Case, version: str) -> expect.Expected | str | None:
-    """What the ledger says of a case, from what is kept of its resolution."""
-    told = resolved.find(case.recipe.name, case.server.role, version)
-    return None if told is None else expect.expected(case.recipe, case.server, told.args)

@@ -65,7 +65,7 @@ def _overview(recipes: Sequence[Recipe], version: str) -> str:
     for recipe in recipes:
         tokens, fits, classes = [], [], []
         for server in recipe.servers:
-            told = resolved.find(recipe.name, server.role, version)
+            told = resolved.find(recipe, server.role, version)
             classes.append(told.serves if told else "–")
             found = show.memory(recipe, server, version)
             if isinstance(found, Expected):

@@ -85,6 +85,11 @@ class Recipe:
     verified: tuple[Verified, ...]
     path: Path = field(compare=False)
 
+    @property
+    def shipped(self) -> bool:
+        """Whether it is one of this package's, not a file of the user's own."""
+        return self.path.parent == data_folder("recipes")
+
     def server(self, role: str | None = None) -> Server:
         """The server of that role; the only one where none is named.
 

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sglang_glm53.cookbook.recipe import Recipe
 from sglang_glm53.cookbook.resolve import Resolution
 from sglang_glm53.features import FEATURES, REFUSED, RUNS, STANDS_DOWN, Feature
 
@@ -66,9 +67,11 @@ def of(resolution: Resolution) -> Resolved:
     return Resolved(args, {key: tuple(names) for key, names in resolution.rows.items()})
 
 
-def find(recipe: str, role: str, version: str) -> Resolved | None:
-    """What is kept of a recipe's server; None where nothing is (a recipe of the user's own)."""
-    entry = _file().get(recipe, {}).get(role, {}).get(version)
+def find(recipe: Recipe, role: str, version: str) -> Resolved | None:
+    """What is kept of a recipe's server; None of a recipe of the user's own."""
+    if not recipe.shipped:
+        return None
+    entry = _file().get(recipe.name, {}).get(role, {}).get(version)
     return None if entry is None else Resolved(entry["args"], _rows(entry["rows"]))
 
 

@@ -12,10 +12,12 @@ from sglang_glm53.cookbook.command import (
 )
 from sglang_glm53.cookbook.expect import Expected
 from sglang_glm53.cookbook.recipe import MINIATURE, Recipe, Server
+from sglang_glm53.cookbook.resolved import Resolved
 from sglang_glm53.features import RUNS, STANDS_DOWN
 
 GIB = 2**30
 NOT_RUN = "not run here; see the sources"
+UNKNOWN = "glm53 recipe check says"  # of a recipe of the user's own
 
 
 def commands(
@@ -57,9 +59,12 @@ def hardware(recipe: Recipe) -> str:
 
 def serves(recipe: Recipe, server: Server, version: str) -> str:
     """Which class serves with that version of SGLang: what stands down, or what ours runs there."""
-    told = resolved.find(recipe.name, server.role, version)
-    if told is None:
-        return "glm53 recipe check says"
+    told = resolved.find(recipe, server.role, version)
+    return UNKNOWN if told is None else serves_as(told)
+
+
+def serves_as(told: Resolved) -> str:
+    """The same of a resolution."""
     rows = told.features(STANDS_DOWN) or told.features(RUNS)
     reasons = "; ".join(f"{row.name} ({row.reason})" for row in rows)
     return f"{told.serves}: {reasons}" if reasons else told.serves
@@ -67,7 +72,7 @@ def serves(recipe: Recipe, server: Server, version: str) -> str:
 
 def also_stands_down(recipe: Recipe, server: Server, version: str, other: str) -> str:
     """What stands down with the version `other` of SGLang besides what does with `version`."""
-    told, there = (resolved.find(recipe.name, server.role, v) for v in (version, other))
+    told, there = (resolved.find(recipe, server.role, v) for v in (version, other))
     if told is None or there is None:
         return ""
     known = told.rows.get(STANDS_DOWN, ())
@@ -78,9 +83,9 @@ def also_stands_down(recipe: Recipe, server: Server, version: str, other: str) -
 
 def memory(recipe: Recipe, server: Server, version: str) -> Expected | str:
     """What the ledger says of the server, or why nothing."""
-    told = resolved.find(recipe.name, server.role, version)
+    told = resolved.find(recipe, server.role, version)
     if told is None:
-        return "unknown before `glm53 recipe check`"
+        return UNKNOWN
     return expect.expected(recipe, server, told.args)
 
 

@@ -26,7 +26,7 @@ NEWEST = SUPPORTED[-1]
 
 def told(name: str) -> Resolution:
     """The resolution that resolved.json tells of, as SGLang would give it again."""
-    kept = resolved.find(name, recipe.ALONE, NEWEST)
+    kept = resolved.find(recipe.load(name), recipe.ALONE, NEWEST)
     assert kept is not None
     args = {**kept.args, "cuda_graph_config": {"decode": {"max_bs": None}}}
     args["cuda_graph_config"]["decode"]["max_bs"] = args.pop("decode_graph_max_bs")
@@ -94,6 +94,15 @@ def test_rules_fail_warn_or_are_lived_with(verdict) -> None:
     assert verdict(answer, ("a", "warn")).status == "warn"
     assert verdict(answer, ("a", "warn"), accepts={"a": "why"}).status == "ok"
     assert verdict(answer, (check.TOLD_ELSEWHERE, "warn")).status == "ok"
+
+
+def test_of_a_recipe_of_ones_own_the_check_says_who_serves_and_what_fits(verdict) -> None:
+    answer = told("h200-latency")
+    assert verdict(answer).says == ()
+    serves, weights, tokens, *_ = verdict(answer, path=Path("h200-latency.yaml")).says
+    assert serves.startswith("serves: ours: tensor parallelism")
+    assert weights.startswith("weights 90.0 GiB a GPU")
+    assert tokens.startswith("93,912 bytes a token: ")
 
 
 def test_accepted_warnings_are_rules() -> None:

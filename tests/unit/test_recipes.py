@@ -100,7 +100,7 @@ def test_what_is_told_of_the_recipes_covers_each_server_and_version_and_nothing_
     for name in NAMES:
         for server in recipe.load(name).servers:
             for version in SUPPORTED:
-                entry = resolved.find(name, server.role, version)
+                entry = resolved.find(recipe.load(name), server.role, version)
                 assert entry is not None
                 assert {row for names in entry.rows.values() for row in names} <= rows
                 assert (entry.serves == "ours") == (not entry.rows.get(STANDS_DOWN))
