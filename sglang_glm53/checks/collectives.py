@@ -18,10 +18,16 @@ FUSION = "flashinfer_allreduce_fusion_backend"
 WITHOUT_MULTICAST = ("NVL", "PCIe", "PCIE")
 # Modules that SGLang imports for a value of an option, and the packages that bring them.
 TRANSFER_MODULES = {"mooncake": "mooncake", "nixl": "nixl"}
-A2A_MODULES = {"deepep": "deep_ep", "mooncake": "mooncake", "nixl": "nixl", "pplx": "pplx_kernels"}
+A2A_MODULES = {
+    "deepep": "deep_ep",
+    "mooncake": "mooncake",
+    "nixl": "nixl_ep",
+    "pplx": "pplx_kernels",
+}
 PACKAGES = {
     "mooncake": "mooncake-transfer-engine",
     "nixl": "nixl",
+    "nixl_ep": "nixl",
     "deep_ep": "sgl-deep-ep",
     "pplx_kernels": "pplx-kernels",
 }

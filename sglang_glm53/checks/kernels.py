@@ -9,7 +9,13 @@ from sglang_glm53.checks.reading import nvidia, older, satisfies
 from sglang_glm53.checks.rule import FAIL, WARN, Rule, Verdict
 
 # Packages whose compiled code SGLang calls in GLM-5.3's forward pass on an NVIDIA GPU.
-KERNELS = ("sglang-kernel", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python")
+# With the module of each: a build of somebody's own has it under another package's name.
+KERNELS = {
+    "sglang-kernel": "sgl_kernel",
+    "sgl-deep-gemm": "deep_gemm",
+    "sgl-flash-mla": "flash_mla",
+    "flashinfer-python": "flashinfer",
+}
 
 
 # Distributions that bring the same module, of which the one installed last wins.
@@ -34,18 +40,27 @@ def _cuda_of_kernels(facts: Facts) -> Verdict:
     return {"has": facts.torch_cuda, "wanted": max(majors)}
 
 
+def missing_or_older(facts: Facts, name: str) -> bool:
+    """Whether a kernel package is not there, or before the version that SGLang asks for."""
+    has, wanted = facts.versions.get(name), facts.pins.get(name)
+    if wanted is None:
+        return False
+    if has is None:
+        return KERNELS[name] not in facts.modules
+    exact = wanted.removeprefix("==")
+    return older(has, exact) if exact != wanted else not satisfies(has, wanted)
+
+
 def _kernels(facts: Facts) -> Verdict:
-    if not nvidia(facts):
-        return None
-    wrong = []
-    for name in KERNELS:
-        has, wanted = facts.versions.get(name), facts.pins.get(name)
-        if wanted is not None and (has is None or not satisfies(has, wanted)):
-            wrong.append((name, has or "missing", wanted))
+    wrong = [name for name in KERNELS if nvidia(facts) and missing_or_older(facts, name)]
     if not wrong:
         return None
-    shown = [f"{name} is {has} (SGLang asks for {wanted or 'any'})" for name, has, wanted in wrong]
-    fixes = " ".join(f'"{name}{wanted}"' for name, _, wanted in wrong)
+    shown = [
+        f"{name} is {facts.versions.get(name) or 'missing'} (SGLang asks for "
+        f"{facts.pins[name] or 'any'})"
+        for name in wrong
+    ]
+    fixes = " ".join(f'"{name}{facts.pins[name]}"' for name in wrong)
     return {"wrong": ", ".join(shown), "fixes": fixes}
 
 
@@ -109,12 +124,13 @@ RULES: tuple[Rule, ...] = (
         symptom="`import deep_gemm` or `import sgl_kernel` cannot load a CUDA library.",
         cause="The wheels link against the libraries of one CUDA major version.",
         source=("sgl-project/sglang#25069",),
+        at_start=False,
     ),
     Rule(
         id="kernel-packages",
         title="the kernel packages are those that SGLang asks for",
         severity=FAIL,
-        reads=("versions", "pins", "device"),
+        reads=("versions", "pins", "modules", "device"),
         condition=_kernels,
         message="{wrong}",
         cure="pip install --no-deps {fixes}",
@@ -138,7 +154,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="same-module",
         title="no two packages bring the same kernel module",
-        severity=FAIL,
+        severity=WARN,
         reads=("versions",),
         condition=_same_module,
         message="{found}; the one installed last wins, and removing one breaks the other",
@@ -150,12 +166,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="flashinfer-parts",
         title="FlashInfer's packages have one version",
-        severity=FAIL,
+        severity=WARN,
         reads=("versions",),
         condition=_flashinfer_parts,
         message="{found} beside flashinfer-python {base}",
         cure="pip install {fixes}",
-        symptom="FlashInfer refuses to be imported, or compiles every kernel at the first request.",
+        symptom="An older FlashInfer refuses to be imported; a newer one compiles what the other "
+        "package would have brought.",
         cause="Its kernels come in packages of their own, which pip does not keep at one version.",
         source=("FlashInfer's own version check",),
     ),

@@ -18,8 +18,11 @@ ALSO = (
     *("pynvml", "safetensors", "tokenizers"),
 )
 
-# What SGLang imports only where an option asks for it.
-MODULES = ("deep_ep", "deep_gemm", "flash_mla", "mooncake", "nixl", "pplx_kernels", "tilelang")
+# What SGLang imports where an option asks for it, and the kernels of every forward pass.
+MODULES = (
+    *("deep_ep", "deep_gemm", "flash_mla", "flashinfer", "mooncake", "nixl", "nixl_ep"),
+    *("pplx_kernels", "sgl_kernel"),
+)
 
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
 _MOST_FILES = 500  # of a plugin's package that are looked through

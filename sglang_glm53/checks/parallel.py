@@ -10,12 +10,12 @@ from sglang_glm53.checks.reading import (
     hopper,
     mtp,
     on_gpu,
+    set_by_user,
 )
 from sglang_glm53.checks.rule import FAIL, WARN, Rule, Verdict
 from sglang_glm53.errors import Glm53Error
 
 CONTEXT_PARALLEL_RANKS = 8  # beyond one machine its sums lose accuracy
-# GPUs whose NVLink is bridged or absent, by a word of their names.
 
 
 def _uneven(facts: Facts) -> Verdict:
@@ -85,8 +85,10 @@ def _shares_indices(facts: Facts) -> bool:
 
 
 def _no_address(facts: Facts) -> Verdict:
+    """Ray knows the machines; a port of the user's own may be for two servers on one machine."""
     nodes = facts.arg("nnodes", 1)
-    return {"nodes": nodes} if nodes > 1 and not facts.arg("dist_init_addr") else None
+    known = facts.arg("dist_init_addr") or facts.arg("use_ray") or set_by_user(facts, "nccl_port")
+    return {"nodes": nodes} if nodes > 1 and not known else None
 
 
 def _small_chunks(facts: Facts) -> Verdict:

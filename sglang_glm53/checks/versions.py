@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sglang_glm53.checks.facts import Facts
-from sglang_glm53.checks.kernels import KERNELS
-from sglang_glm53.checks.reading import nvidia, older, satisfies
+from sglang_glm53.checks.kernels import KERNELS, missing_or_older
+from sglang_glm53.checks.reading import nvidia, older, satisfies, written
 from sglang_glm53.checks.rule import FAIL, WARN, Rule, Verdict
 from sglang_glm53.compat.versions import SUPPORTED
 
@@ -38,19 +38,27 @@ def _torch(facts: Facts) -> Verdict:
 
 def _driver(facts: Facts) -> Verdict:
     has, wanted = facts.driver_cuda.split(".")[0], facts.torch_cuda.split(".")[0]
-    return (
-        {"has": facts.driver_cuda, "wanted": facts.torch_cuda} if int(has) < int(wanted) else None
-    )
+    if written(facts, "device") == "cpu" or int(has) >= int(wanted):
+        return None
+    return {"has": facts.driver_cuda, "wanted": facts.torch_cuda}
+
+
+def _told(facts: Facts, name: str) -> bool:
+    """Whether another rule tells of this package."""
+    if not nvidia(facts):
+        return False
+    if name == "torch":
+        return bool(_torch(facts))
+    return name in KERNELS and missing_or_older(facts, name)
 
 
 def _other_pins(facts: Facts) -> Verdict:
-    told = {"torch", *(KERNELS if nvidia(facts) else ())}
     wrong = {
         name: (has, wanted)
         for name, wanted in facts.pins.items()
         if (has := facts.versions.get(name)) is not None
         and not satisfies(has, wanted)
-        and not (name in told and (name != "torch" or _torch(facts)))
+        and not _told(facts, name)
     }
     if not wrong:
         return None
@@ -109,6 +117,7 @@ RULES: tuple[Rule, ...] = (
         cause="Compiled extensions follow PyTorch's C++ ABI, which changes between minor versions; "
         "another package's requirements replaced torch.",
         source=("SGLang's package metadata",),
+        at_start=False,
     ),
     Rule(
         id="driver-version",
@@ -118,7 +127,7 @@ RULES: tuple[Rule, ...] = (
         condition=_driver,
         message="the driver runs CUDA up to {has}; torch is built for {wanted}",
         cure="update the NVIDIA driver, or use an image for CUDA {has}",
-        symptom="`The NVIDIA driver on your system is too old`; PyTorch sees no GPU.",
+        symptom="PyTorch warns of an old driver and sees no GPU; a server then starts on the CPU.",
         cause="A driver runs CUDA of its own major version and older ones.",
         source=("NVIDIA's CUDA compatibility rules",),
     ),
@@ -126,7 +135,7 @@ RULES: tuple[Rule, ...] = (
         id="other-pins",
         title="the other packages are those that SGLang asks for",
         severity=WARN,
-        reads=("versions", "pins", "device"),
+        reads=("versions", "pins", "modules", "device"),
         condition=_other_pins,
         message="{wrong}",
         cure="pip install {fixes}",

@@ -55,7 +55,7 @@ RIGHT = {
     "sglang-kernel": "0.4.10",
     "xgrammar": "0.2.7",
 }
-NVIDIA = {"device": "cuda"}
+NVIDIA = {"device": "cuda", "modules": frozenset()}
 HOPPER = {"device": "cuda", "capability": (9, 0)}
 EAGLE = {"speculative_algorithm": "EAGLE"}
 OURS = tuple(
@@ -110,8 +110,13 @@ VERSIONS: dict[str, Example] = {
     ),
     "kernel-packages": Example(
         {"versions": {**RIGHT, "sglang-kernel": "0.4.9"}, "pins": PINS, **NVIDIA},
-        {"versions": RIGHT, "pins": PINS, **NVIDIA},
-        ("sglang-kernel is 0.4.9",),
+        {
+            "versions": {**RIGHT, "sglang-kernel": None},
+            "pins": PINS,
+            "device": "cuda",
+            "modules": frozenset({"sgl_kernel"}),
+        },
+        ("sglang-kernel is 0.4.9", "==0.4.10"),
     ),
     "deepep-version": Example(
         {

@@ -232,6 +232,22 @@ def test_a_broken_config_is_one_line(tmp_path: Path) -> None:
         gather.gather(Question(model=str(tmp_path)))
 
 
+def test_a_newer_kernel_package_is_a_warning_of_its_own_and_an_older_one_a_failure() -> None:
+    """Each package is told by one rule."""
+    pins = {"sglang-kernel": "==0.4.10", "torch": "==2.14.1"}
+    for versions, failed, warned in (
+        ({"sglang-kernel": "0.4.11", "torch": "2.14.1"}, set(), {"other-pins"}),
+        ({"sglang-kernel": "0.4.9", "torch": "2.14.1"}, {"kernel-packages"}, set()),
+        ({"sglang-kernel": "0.4.10", "torch": "2.14.0"}, set(), {"other-pins"}),
+        ({"sglang-kernel": "0.4.10", "torch": "2.13.0"}, {"torch-version"}, set()),
+    ):
+        facts = Facts.only(versions=versions, pins=pins, modules=frozenset(), device="cuda")
+        wanted = ("kernel-packages", "torch-version", "other-pins")
+        results = engine.run([row for row in RULES if row.id in wanted], facts)
+        assert {result.rule.id for result in results if result.status == FAIL} == failed
+        assert {result.rule.id for result in results if result.status == WARN} == warned
+
+
 # --- plugins of others ---------------------------------------------------------------------------
 
 
