@@ -202,7 +202,7 @@ _RUNNING = (
         _either(_above_one("attn_dp_size"), _any("enable_dp_attention")),
         RUNS,
         "tested with 2 ranks on a CPU",
-        "--attn-dp-size N (SGLang 0.5.22: --enable-dp-attention --dp-size N)",
+        "--attn-dp-size N",
     ),
     Feature(
         "pipeline parallelism",
