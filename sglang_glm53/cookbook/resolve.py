@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def flag_names(sglang: Path | None = None) -> frozenset[str]:
 
 
 def _run(jobs: Sequence[Job], sglang: Path | None) -> Iterable[Resolution]:
-    question = {"jobs": [asdict(job) for job in jobs]}
+    question = {"jobs": [asdict(replace(job, environment=_clean(job.environment))) for job in jobs]}
     answer = _ask(question, sglang, jobs[0].device.platform)
     flags, variables = frozenset(answer["flag_names"]), frozenset(answer["variables"])
     for result in answer["results"]:
@@ -155,8 +155,12 @@ def _ask(question: dict[str, Any], sglang: Path | None, platform: str) -> dict[s
 
 
 def _environment(platform: str) -> dict[str, str]:
-    """This process's, without what a server that was started from here has put into it."""
-    ours = ("SGLANG_USE_CPU_ENGINE", "_GLM53_SERVER_PID")
-    clean = {name: value for name, value in os.environ.items() if name not in ours}
+    """This process's, for the device that is asked about."""
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {**clean, **(cpu if platform == "cpu" else {})}
+    return {**_clean(os.environ), **(cpu if platform == "cpu" else {})}
+
+
+def _clean(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what a server on this machine has, or is given by this package."""
+    ours = ("SGLANG_USE_CPU_ENGINE", "_GLM53_SERVER_PID")
+    return {name: value for name, value in environment.items() if name not in ours}
