@@ -228,7 +228,8 @@ def cache_folder() -> Path:
 def _no_proxy_for(host: str) -> None:
     """Keep a proxy of the environment out of the way of requests to this machine."""
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, (known, host)))
+    hosts = [name for name in known.split(",") if name and name != host]
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join([*hosts, host])
 
 
 def _interrupt(signum: int, frame: object) -> None:
