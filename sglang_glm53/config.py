@@ -23,6 +23,8 @@ MODEL_DEFINITION: dict[str, Any] = {
 }
 
 TRANSFORMERS_THETA = 10000
+_MAY_BE_ZERO = ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts")
+_MOST_LAYERS = 10_000  # a typing error, not a model
 
 
 @dataclass(frozen=True)
@@ -145,14 +147,13 @@ class Glm53Config:
                 "max_position_embeddings",
             )
         }
+        for name in ("num_nextn_predict_layers", "n_shared_experts", "n_group", "topk_group"):
+            values[name] = get(name, None) or (1 if "group" in name else 0)
+        _check_numbers(values)
         _check_definition(get)
         layers = values["num_hidden_layers"]
         config = cls(
             **values,
-            num_nextn_predict_layers=get("num_nextn_predict_layers", None) or 0,
-            n_shared_experts=get("n_shared_experts", None) or 0,
-            n_group=get("n_group", None) or 1,
-            topk_group=get("topk_group", None) or 1,
             norm_topk_prob=bool(get("norm_topk_prob", True)),
             index_share_for_mtp_iteration=bool(get("index_share_for_mtp_iteration", False)),
             tie_word_embeddings=bool(get("tie_word_embeddings", False)),
@@ -184,9 +185,34 @@ def _required(get, name: str) -> Any:
     return value
 
 
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    """Refuse what is no number, or none that can be; `values`: fields by name."""
+    for name, value in values.items():
+        whole = name not in ("routed_scaling_factor", "rms_norm_eps")
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            wanted = "a whole number" if whole else "a number"
+            raise Glm53Error(f"config.json: {name} is {_short(value)}, and must be {wanted}")
+        least = 0 if name in _MAY_BE_ZERO else 1
+        if not whole and not 0 < value < float("inf") or whole and value < least:
+            wanted = f"{least} or more" if whole else "above 0"
+            raise Glm53Error(f"config.json: {name} is {_short(value)}, and must be {wanted}")
+    if values["num_hidden_layers"] > _MOST_LAYERS:
+        raise Glm53Error(
+            f"config.json: num_hidden_layers is {values['num_hidden_layers']:,}; GLM-5.3 has 78"
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _rope_theta(get) -> float:
     rope = get("rope_parameters", None) or {}
     scaling = get("rope_scaling", None)
+    for name, value in (("rope_parameters", rope), ("rope_scaling", scaling)):
+        if value is not None and not isinstance(value, Mapping):
+            raise Glm53Error(f"config.json: {name} is {_short(value)}, and must be an object")
     kind = rope.get("rope_type", "default") if rope else "default"
     if scaling and scaling.get("rope_type", scaling.get("type", "default")) != "default":
         kind = scaling.get("rope_type", scaling.get("type"))
@@ -198,6 +224,8 @@ def _rope_theta(get) -> float:
     theta = rope.get("rope_theta", get("rope_theta", None))
     if theta is None:
         raise Glm53Error("config.json: rope_theta is missing; GLM-5.3 has 8000000")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
+        raise Glm53Error(f"config.json: rope_theta is {_short(theta)}; GLM-5.3 has 8000000")
     if float(theta) == TRANSFORMERS_THETA:
         raise Glm53Error(
             f"config.json: rope_theta is {TRANSFORMERS_THETA}, which transformers puts where there "
@@ -250,7 +278,7 @@ def _indexer_types(get, layers: int) -> tuple[str, ...]:
     pattern, freq = get("index_topk_pattern", None), get("index_topk_freq", None)
     offset = get("index_skip_topk_offset", None)
     if pattern is not None:
-        if len(pattern) < layers or set(pattern) - set("FS"):
+        if not isinstance(pattern, str) or len(pattern) < layers or set(pattern) - set("FS"):
             raise Glm53Error(
                 f"config.json: index_topk_pattern must be {layers} letters F or S, one a layer"
             )
@@ -268,6 +296,11 @@ def _indexer_types(get, layers: int) -> tuple[str, ...]:
     types = get("indexer_types", None)
     if types is None:
         return implied or (FULL,) * layers
+    if not isinstance(types, list | tuple) or not all(isinstance(t, str) for t in types):
+        raise Glm53Error(
+            f"config.json: indexer_types is {_short(types)}, and must be a list of 'full' and "
+            "'shared', one a layer"
+        )
     types = tuple(types)
     if len(types) != layers:
         raise Glm53Error(
@@ -295,6 +328,11 @@ def _indexer_types(get, layers: int) -> tuple[str, ...]:
 
 def _check(config: Glm53Config, mlp_layer_types: list[str] | None) -> None:
     dense = config.first_k_dense_replace
+    if mlp_layer_types is not None and not isinstance(mlp_layer_types, list | tuple):
+        raise Glm53Error(
+            f"config.json: mlp_layer_types is {_short(mlp_layer_types)}, and must be a list, one "
+            "word a layer"
+        )
     if mlp_layer_types is not None and list(mlp_layer_types) != [
         "sparse" if config.is_sparse(layer) else "dense"
         for layer in range(config.num_hidden_layers)

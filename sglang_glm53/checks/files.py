@@ -18,8 +18,8 @@ def read_json(folder: Path | None, name: str) -> dict[str, Any] | None:
     if folder is None or not (path := folder / name).is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise Glm53Error(
             f"{path}: {' '.join(str(error).split())}; take {name} from the model's own repository"
         ) from None

@@ -17,6 +17,7 @@ from sglang_glm53.checks.headers import Tensor
 from sglang_glm53.checks.rule import Verdict
 
 FP8 = "F8_E4M3"
+_WEIGHTS = ("BF16", "F16", "F32", FP8)
 _STACKED = re.compile(r"^(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _INDEXER = ".self_attn.indexer."
@@ -173,6 +174,19 @@ def never_fp8(facts: Facts) -> Verdict:
         if name.endswith(_NEVER_FP8) and tensor.dtype.startswith(("F8", "F4", "I", "U"))
     ]
     return {"count": len(names), "first": names[0]} if names else None
+
+
+def no_weights(facts: Facts) -> Verdict:
+    """Tensors of a dtype that no weight of a BF16 or FP8 checkpoint has."""
+    if not _ours(facts):
+        return None
+    known = _known(facts)
+    names = [
+        (name, tensor.dtype)
+        for name, tensor in _tensors(facts).items()
+        if name in known and tensor.dtype not in _WEIGHTS
+    ]
+    return {"count": len(names), "first": names[0][0], "dtype": names[0][1]} if names else None
 
 
 def experts_differ(facts: Facts) -> Verdict:

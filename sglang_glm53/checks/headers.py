@@ -8,8 +8,10 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sglang_glm53.checks.files import read_json
+from sglang_glm53.errors import Glm53Error
 
 INDEX = "model.safetensors.index.json"
 _LONGEST = 100 * 2**20  # bytes of a header; what safetensors itself accepts
@@ -19,7 +21,9 @@ _BITS = {
     **{name: 32 for name in ("F32", "I32", "U32")},
     **{name: 16 for name in ("F16", "BF16", "I16", "U16")},
     **{name: 8 for name in ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL")},
+    **{name: 6 for name in ("F6_E2M3", "F6_E3M2")},
     "F4": 4,
+    "C64": 64,
 }
 
 
@@ -59,6 +63,11 @@ def scan(folder: Path | None) -> Headers | None:
     if folder is None:
         return None
     index = (read_json(folder, INDEX) or {}).get("weight_map")
+    if index is not None and not isinstance(index, dict):
+        raise Glm53Error(
+            f"{folder / INDEX}: weight_map must be an object of tensor names and files; take it "
+            "from the model's own repository"
+        )
     named = {str(name): str(file) for name, file in index.items()} if index else {}
     files = sorted(set(named.values())) or sorted(p.name for p in folder.glob("*.safetensors"))
     if not files:
@@ -98,19 +107,44 @@ def read(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise ValueError("truncated inside its header")
     try:
         header = json.loads(text)
-        entries = [
-            (name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        entries = [_entry(name, entry) for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("its header is not safetensors'") from None
-    end = _PREFIX + length + max((last for *_, last in entries), default=0)
+    _check_partition(entries, _PREFIX + length, size)
+    for name, dtype, shape, first, last in entries:
+        if math.prod(shape) * _BITS[dtype] != 8 * (last - first):
+            raise ValueError(f"{name} has {last - first:,} bytes for shape {list(shape)}")
+        yield name, Tensor(dtype, shape, path.name)
+
+
+def _entry(name: str, entry: dict[str, Any]) -> tuple[str, str, tuple[int, ...], int, int]:
+    """Name, dtype, shape, first byte and the one after the last; any error of a wrong entry."""
+    shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
+    numbers = (*shape, first, last)
+    if entry["dtype"] not in _BITS or not isinstance(entry["shape"], list):
+        raise ValueError
+    if not all(type(number) is int and number >= 0 for number in numbers) or last < first:
+        raise ValueError
+    return name, entry["dtype"], shape, first, last
+
+
+def _check_partition(
+    entries: list[tuple[str, str, tuple[int, ...], int, int]], start: int, size: int
+) -> None:
+    """Tensors lie one after the other and fill the file, as safetensors demands.
+
+    start: bytes before the tensors; size: of the file.
+
+    Raises:
+        ValueError: they do not; one line.
+    """
+    reached = 0
+    for name, _, _, first, last in sorted(entries, key=lambda entry: entry[3:]):
+        if first != reached:
+            where = "overlaps what lies before it" if first < reached else "lies behind a gap"
+            raise ValueError(f"{name} {where}; safetensors refuses such a file")
+        reached = last
+    end = start + reached
     if size != end:
         what = f"truncated: {size:,} of {end:,} bytes" if size < end else "longer than its header"
         raise ValueError(what)
-    for name, dtype, shape, first, last in entries:
-        bits = _BITS.get(dtype)
-        if bits is not None and math.prod(shape) * bits != 8 * (last - first):
-            raise ValueError(f"{name} has {last - first:,} bytes for shape {list(shape)}")
-        yield name, Tensor(dtype, shape, path.name)

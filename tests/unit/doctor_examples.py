@@ -688,6 +688,9 @@ CHECKPOINTS: dict[str, Example] = {
         WHOLE,
         ("model.norm.weight",),
     ),
+    "checkpoint-dtype": Example(
+        checkpoint(tensors(**{GATE: Tensor("I16", (6144, 2048), "f")})), WHOLE, ("I16",)
+    ),
     "checkpoint-shared-expert-dtype": Example(
         checkpoint(tensors(**{GATE: Tensor("F8_E4M3", (6144, 2048), "f")})), WHOLE, ("layer 1",)
     ),

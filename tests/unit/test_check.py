@@ -7,11 +7,14 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors
 
 from sglang_glm53 import cli
 from sglang_glm53.checks.headers import INDEX, Tensor, read, scan
+from sglang_glm53.errors import Glm53Error
 
 
 def write(path: Path, header: dict[str, object], size: int = 0) -> None:
@@ -48,6 +51,47 @@ def test_a_file_that_is_none_is_told(tmp_path: Path, content: bytes, problem: st
     found = scan(tmp_path)
     assert found is not None and len(found.problems) == 1
     assert found.problems[0].startswith("a.safetensors: ") and problem in found.problems[0]
+
+
+def header(**changes: Any) -> dict[str, Any]:
+    """Two tensors one after the other, the second changed."""
+    second = {"dtype": "BF16", "shape": [2], "data_offsets": [4, 8]}
+    first = {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}
+    return {"a": first, "b": {**second, **changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"dtype": "XX9"}, "not safetensors'"),
+        ({"dtype": None}, "not safetensors'"),
+        ({"dtype": [1]}, "not safetensors'"),
+        ({"shape": [2.0]}, "not safetensors'"),
+        ({"shape": "ab"}, "not safetensors'"),
+        ({"data_offsets": [4.0, 8.0]}, "not safetensors'"),
+        ({"data_offsets": [-4, 0]}, "not safetensors'"),
+        ({"data_offsets": [4, 8, 12]}, "not safetensors'"),
+        ({"data_offsets": [None, None]}, "not safetensors'"),
+        ({"data_offsets": [2, 6]}, "b overlaps what lies before it"),
+        ({"data_offsets": [6, 10]}, "b lies behind a gap"),
+    ],
+)
+def test_what_safetensors_refuses_is_refused(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    write(tmp_path / "a.safetensors", header(), 8)
+    assert scan(tmp_path).problems == ()
+    write(tmp_path / "a.safetensors", header(**changes), 16)
+    (told,) = scan(tmp_path).problems
+    assert problem in told
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.safe_open(tmp_path / "a.safetensors", "pt").__enter__()
+
+
+def test_an_index_that_is_no_object_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
+    with pytest.raises(Glm53Error, match="weight_map must be an object"):
+        scan(tmp_path)
 
 
 def test_a_truncated_file_is_told_with_its_sizes(tmp_path: Path) -> None:

@@ -52,6 +52,37 @@ def read(**changes: object) -> Glm53Config:
     return Glm53Config.from_hf({**GLM53, **changes})
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first_k_dense_replace": "x"},
+        {"first_k_dense_replace": -1},
+        {"vocab_size": "x"},
+        {"hidden_size": -4},
+        {"hidden_size": True},
+        {"num_attention_heads": 64.0},
+        {"n_routed_experts": []},
+        {"n_group": "1"},
+        {"num_hidden_layers": 10**9},
+        {"rms_norm_eps": float("nan")},
+        {"routed_scaling_factor": "2.5"},
+        {"rope_parameters": [8000000]},
+        {"rope_parameters": {"rope_theta": "x"}},
+        {"rope_scaling": "yarn"},
+        {"indexer_types": 78},
+        {"indexer_types": [1] * 78},
+        {"index_topk_pattern": 4},
+        {"mlp_layer_types": "dense"},
+    ],
+    ids=str,
+)
+def test_a_wrong_type_is_one_line_that_names_the_field(changes: dict[str, object]) -> None:
+    (name,) = changes
+    with pytest.raises(Glm53Error, match=r"config\.json: \w+") as told:
+        read(**changes)
+    assert len(str(told.value)) < 200 and "\n" not in str(told.value)
+
+
 def test_published_numbers() -> None:
     config = read()
     assert config.full_layers == (0, 1, 2, *range(6, 78, 4))
