@@ -17,7 +17,6 @@ from sglang_glm53.ledger.topology import Topology, Workload
 SCALED = ("flashmla_kv", "flashmla_sparse", "flashmla_sparse_q8", "flashmla_auto")
 # What moves part of weights or cache elsewhere, so that the account would be another.
 ELSEWHERE = ("cpu_offload_gb", "offload_group_size", "enable_hisparse", "enable_kv_cache_sharding")
-QUANTISED = {None: "bf16", "fp8": "fp8"}
 
 
 def account(facts: Facts) -> Account | None:
@@ -29,8 +28,7 @@ def account(facts: Facts) -> Account | None:
         return None
     if facts.arg("pp_size", 1) > 1 or facts.arg("dcp_size", 1) > 1:
         return None
-    weights = QUANTISED.get(_quantisation(facts))
-    if weights is None:
+    if facts.precision is None:
         return None
     tp = facts.arg("tp_size", 1)
     topology = Topology(
@@ -41,7 +39,7 @@ def account(facts: Facts) -> Account | None:
         a2a="deepep" if facts.arg("moe_a2a_backend") == "deepep" else "none",
         dense_tp=int(facts.arg("moe_dense_tp_size") == 1),
         dp_lm_head=int(bool(facts.arg("enable_dp_lm_head"))),
-        weights=weights,
+        weights=facts.precision,
         kv=cache_form(facts),
     )
     tokens = facts.arg("speculative_num_draft_tokens", 0) if mtp(facts) else 0
@@ -144,11 +142,6 @@ def cache_form(facts: Facts) -> str:
         return "bf16"
     kernels = (facts.arg("dsa_decode_backend"), facts.arg("dsa_prefill_backend"))
     return "fp8" if all(kernel in SCALED for kernel in kernels) else "fp8-raw"
-
-
-def _quantisation(facts: Facts) -> str | None:
-    declared = (facts.raw_config or {}).get("quantization_config") or {}
-    return facts.arg("quantization") or declared.get("quant_method")
 
 
 def _number(facts: Facts, name: str, default: float) -> float:

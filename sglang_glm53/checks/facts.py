@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_glm53.checks import files, headers, machine, packages
+from sglang_glm53.checks import files, headers, machine, packages, precision
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.errors import Glm53Error
 from sglang_glm53.ledger.hardware import Hardware
@@ -40,6 +40,8 @@ UNKNOWN: dict[str, str] = {
     "raw_config": "no config.json (--model DIR)",
     "config": "no config.json that can be served (--model DIR)",
     "config_problem": "no config.json (--model DIR)",
+    "quantization": "the weights' precision is not known: the checkpoint is not on this machine",
+    "precision": "the weights' precision is not known, or none that the ledger counts (BF16, FP8)",
     "tokenizer_config": "no tokenizer_config.json (--model DIR)",
     "generation_config": "no generation_config.json (--model DIR)",
     "chat_template": "no chat template beside the checkpoint (--model DIR)",
@@ -93,7 +95,8 @@ class Facts:
     @classmethod
     def only(cls, **said: Any) -> Facts:
         """Facts of which nothing is known but what is said (and what follows from it)."""
-        follows = {"config", "config_problem"} if "raw_config" in said else set()
+        known = {"config", "config_problem", "quantization", "precision"}
+        follows = known if "raw_config" in said else set()
         return cls(**{name: None for name in UNKNOWN if name not in follows} | said)
 
     # --- the Python environment --------------------------------------------------------------
@@ -202,6 +205,18 @@ class Facts:
     def config(self) -> Glm53Config | None:
         """The same, read; None where it cannot be served."""
         return Glm53Config.from_hf(self.raw_config) if self.config_problem == "" else None
+
+    @cached_property
+    def quantization(self) -> str | None:
+        """Quantization method of the weights, "bf16" where there is none; None: not known."""
+        if self.raw_config is None:
+            return None
+        return precision.of(self.raw_config, self.arg("quantization"))
+
+    @cached_property
+    def precision(self) -> str | None:
+        """The same where the ledger counts such weights: "bf16" or "fp8"."""
+        return self.quantization if self.quantization in precision.COUNTED else None
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any] | None:

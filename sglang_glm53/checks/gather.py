@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_glm53.checks import files, machine
+from sglang_glm53.checks import files, machine, precision
 from sglang_glm53.checks.arguments import as_written
 from sglang_glm53.checks.config import field_of_override
 from sglang_glm53.checks.facts import Facts
 from sglang_glm53.cookbook.devices import CPU, Device, device
 from sglang_glm53.errors import Glm53Error
 from sglang_glm53.ledger import hardware
-from sglang_glm53.ledger.glm53 import config_json
 
 # How a server is started.
 PROGRAMS = (
@@ -60,14 +59,20 @@ def gather(question: Question) -> tuple[Facts, list[str]]:
     model = question.model or written.get("model_path")
     folder = find_checkpoint(str(model)) if model is not None else None
     notes: list[str] = []
+    assumed: dict[str, Any] = {}
     config = files.read_json(folder, "config.json")
     if model is not None and config is None:
         if folder is not None:
             raise Glm53Error(f"{folder} has no config.json; give a checkpoint's folder")
-        config = config_json()
-        notes.append(f"{model} is not on this machine: GLM-5.3's published config is assumed")
+        config, form = precision.published(str(model))
+        form = written.get("quantization", form)
+        notes.append(
+            f"{model} is not on this machine: GLM-5.3's published config is assumed, its weights "
+            + (f"in {form.upper()}" if form else "in no form that is known")
+        )
+        assumed = {"quantization": form}
     config = overridden(config, written)
-    said: dict[str, Any] = {"checkpoint": folder, "raw_config": config}
+    said: dict[str, Any] = {"checkpoint": folder, "raw_config": config, **assumed}
     if question.variables:
         said["environment"] = {**os.environ, **question.variables}
     if question.gpu is not None:

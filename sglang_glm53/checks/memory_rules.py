@@ -34,16 +34,21 @@ def _does_not_fit(facts: Facts) -> Verdict:
 
 def _context_does_not_fit(facts: Facts) -> Verdict:
     found = deployment.account(facts)
-    if found is None or "context_length" not in facts.given:
+    if found is None:
         return None
     asked, held = deployment.context(facts), deployment.tokens_held(facts, found)
     if held == 0 or asked <= held:
         return None
     return {
         "asked": f"{asked:,}",
+        "whence": "--context-length"
+        if facts.arg("context_length")
+        else "config.json's, as no --context-length is given",
         "held": f"{held:,}",
         "longest": held,
         "missing": f"{(asked - held) * found.kv['kv_bytes_per_token'] / GIB:.1f}",
+        "ways": ("FP8 cache, " if deployment.cache_form(facts) == "bf16" else "")
+        + "higher --mem-fraction-static, more ranks",
     }
 
 
@@ -155,7 +160,7 @@ def _host_memory(facts: Facts) -> Verdict:
     }
 
 
-KNOWN = ("args", "config", "hardware")
+KNOWN = ("args", "config", "hardware", "precision")
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -178,12 +183,11 @@ RULES: tuple[Rule, ...] = (
         id="memory-long-context",
         title="a request of the longest context fits into the cache",
         severity=WARN,
-        reads=(*KNOWN, "given"),
+        reads=KNOWN,
         condition=_context_does_not_fit,
-        message="--context-length {asked} is more than the {held} tokens that the cache of a rank "
-        "holds",
-        cure="give --context-length {longest} or less, or {missing} GiB more a rank: FP8 cache, a "
-        "higher --mem-fraction-static, more ranks",
+        message="the longest context, {asked} tokens ({whence}), is more than the {held} that the "
+        "cache of a rank holds",
+        cure="give --context-length {longest} or less, or {missing} GiB more a rank ({ways})",
         symptom="Long requests are refused with the cache's size, which the log alone says.",
         cause="All of a request lies in one attention group's cache, whose ranks each hold all of "
         "it; other ranks' memory does not help.",

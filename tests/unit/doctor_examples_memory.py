@@ -34,7 +34,6 @@ DEEPEP: Said = {
     "speculative_algorithm": "EAGLE",
     "speculative_num_draft_tokens": 2,
 }
-GIVEN = {"given": frozenset({"context_length"})}
 HIERARCHICAL = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
 
 EXAMPLES: dict[str, Example] = {
@@ -44,8 +43,8 @@ EXAMPLES: dict[str, Example] = {
         ("88.8 GiB", "137.3", "0.6", "above 0.647"),
     ),
     "memory-long-context": Example(
-        {**known(context_length=1_048_576), **GIVEN},
-        {**known(context_length=262_144), **GIVEN},
+        known(context_length=1_048_576),
+        known(context_length=262_144),
         ("1,048,576", "GiB more"),
     ),
     "memory-indexer-logits": Example(

@@ -10,7 +10,7 @@ import pytest
 from doctor_examples_memory import DEEPEP, GIB, graphs, known
 
 from sglang_glm53.checks import deployment, engine
-from sglang_glm53.checks.engine import PASS
+from sglang_glm53.checks.engine import PASS, SKIPPED
 from sglang_glm53.checks.facts import Facts
 from sglang_glm53.checks.memory_rules import RULES
 from sglang_glm53.config import Glm53Config
@@ -71,7 +71,8 @@ def test_nothing_is_said_of_what_is_not_counted(changed: dict[str, object]) -> N
     assert deployment.account(facts) is None
     for rule in RULES:
         if "hardware" in rule.reads:
-            assert engine.check(rule, facts).status == PASS
+            wanted = SKIPPED if changed.get("quantization") else PASS
+            assert engine.check(rule, facts).status == wanted
 
 
 def test_the_graphs_are_read_from_json_and_from_sglangs_own_record() -> None:
@@ -144,10 +145,21 @@ def test_more_memory_is_asked_for_where_no_fraction_helps() -> None:
 
 def test_a_capped_cache_holds_what_it_is_capped_at() -> None:
     said = known(context_length=262_144, max_total_tokens=100_000)
-    result = verdict("memory-long-context", **said, given=frozenset({"context_length"}))
+    result = verdict("memory-long-context", **said)
     assert "100,000 tokens" in result.message
-    not_asked = verdict("memory-long-context", **known(), given=frozenset())
-    assert not_asked.status == PASS
+
+
+def test_the_longest_context_is_the_configs_where_none_is_given() -> None:
+    result = verdict("memory-long-context", **known())
+    assert result.status == "warn" and "1,048,576 tokens (config.json's" in result.message
+    small = {**known()["raw_config"], "max_position_embeddings": 131_072}
+    assert verdict("memory-long-context", **{**known(), "raw_config": small}).status == PASS
+
+
+@pytest.mark.parametrize(("kv", "advised"), [("fp8_e4m3", False), ("bfloat16", True)])
+def test_an_fp8_cache_is_advised_to_those_who_have_none(kv: str, advised: bool) -> None:
+    result = verdict("memory-long-context", **known(kv_cache_dtype=kv))
+    assert result.status == "warn" and ("FP8 cache" in result.cure) == advised
 
 
 @pytest.mark.parametrize(
