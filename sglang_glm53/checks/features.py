@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from sglang_glm53.checks.facts import Facts
+from sglang_glm53.checks.reading import on_gpu
 from sglang_glm53.checks.rule import FAIL, WARN, Rule, Verdict
 from sglang_glm53.features import (
     FEATURES,
@@ -82,6 +83,18 @@ def _down(facts: Facts) -> Verdict:
     return {"name": rows[0].name + more, "reason": rows[0].reason, "advice": rows[0].advice}
 
 
+def ranks(facts: Facts) -> int:
+    """Processes with a GPU each that one server has, over all its machines."""
+    copies = 1 if facts.arg("enable_dp_attention") else facts.arg("dp_size", 1)
+    return facts.arg("tp_size", 1) * facts.arg("pp_size", 1) * copies
+
+
+def _several_gpus(facts: Facts) -> Verdict:
+    count = ranks(facts)
+    ours = on_gpu(facts) and not _hits(facts, REFUSED) and not stands_down(facts)
+    return {"count": count} if ours and count > 1 else None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="feature-refused",
@@ -108,5 +121,20 @@ RULES: tuple[Rule, ...] = (
         cause="The option was not run with our classes, or they do not have it.",
         source=("docs/compatibility.md",),
         at_start=False,
+    ),
+    Rule(
+        id="several-gpus-unmeasured",
+        title="our classes serve as many GPUs as they were run on",
+        severity=WARN,
+        reads=("args", "raw_config", "quantization", "device"),
+        condition=_several_gpus,
+        message="our classes will serve on {count} GPUs, and were never run on more than one: "
+        "several ranks were tested with two processes on a CPU",
+        cure="compare answers and speed with SGLang's own class (GLM53_SERVE=stock) before you "
+        "rely on it",
+        symptom="Nothing that is known of; nobody has looked.",
+        cause="This project had one H200. Sums over ranks, expert parallelism and attention groups "
+        "ran with two CPU ranks, one rank of an 8-GPU deployment ran alone.",
+        source=("docs/compatibility.md", "docs/benchmarks.md"),
     ),
 )

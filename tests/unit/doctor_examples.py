@@ -347,6 +347,12 @@ FLAGS: dict[str, Example] = {
     ),
 }
 
+SERVED_BY_OURS = {
+    **HOPPER,
+    "raw_config": CONFIG,
+    "versions": {"sglang": GPU_TESTED[-1]},
+    "environment": {},
+}
 FEATURES: dict[str, Example] = {
     "feature-refused": Example(
         {"args": {"device": "cuda", "enable_deterministic_inference": True}, "raw_config": CONFIG},
@@ -361,6 +367,11 @@ FEATURES: dict[str, Example] = {
             "versions": {"sglang": GPU_TESTED[-1]},
         },
         ("batch overlap",),
+    ),
+    "several-gpus-unmeasured": Example(
+        {**SERVED_BY_OURS, "args": {"device": "cuda", "tp_size": 8}},
+        {**SERVED_BY_OURS, "args": {"device": "cuda", "tp_size": 1}},
+        ("8 GPUs", "GLM53_SERVE=stock"),
     ),
 }
 

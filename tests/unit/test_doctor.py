@@ -25,6 +25,7 @@ from sglang_glm53.checks.packages import Plugin, contested, pins, plugins
 from sglang_glm53.checks.report import as_json, table
 from sglang_glm53.checks.rule import FAIL, WARN, Rule
 from sglang_glm53.checks.rules import AT_START, RULES, SUBJECTS
+from sglang_glm53.compat.versions import GPU_TESTED
 from sglang_glm53.cookbook.resolve import Resolution
 from sglang_glm53.errors import Glm53Error
 from sglang_glm53.ledger.glm53 import config_json
@@ -189,6 +190,59 @@ def test_sglangs_own_resolution_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     assert facts.capability == (9, 0) and facts.gpus == 4 and facts.hardware.name == "h200"
     assert facts.driver_cuda is None, "another machine's driver"
     assert any("published config" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "form"),
+    [
+        ("zai-org/GLM-5.3", (), "fp8"),
+        ("zai-org/GLM-5.3-BF16", (), "bf16"),
+        ("zai-org/GLM-5.3-BF16", ("--quantization", "fp8"), "fp8"),
+        ("RadixArk/GLM-5.3-NVFP4", (), None),
+        ("me/GLM-5.3-W4AFP8", ("--quantization", "w4afp8"), "w4afp8"),
+        ("me/my-own-tune", (), None),
+    ],
+)
+def test_a_checkpoint_elsewhere_has_the_precision_of_its_name(
+    monkeypatch: pytest.MonkeyPatch, model: str, asked: tuple[str, ...], form: str | None
+) -> None:
+    monkeypatch.setattr(gather, "find_checkpoint", lambda model: None)
+    argv = ("--model-path", model, "--tp", "8", "--mem-fraction-static", "0.85", *asked)
+    facts, notes = gather.gather(Question(argv=argv, gpu="h200", ask_sglang=False))
+    assert facts.quantization == form
+    assert facts.precision == (form if form in ("bf16", "fp8") else None)
+    assert ("quantization_config" in facts.raw_config) == (model != "zai-org/GLM-5.3-BF16")
+    statuses = {result.rule.id: result.status for result in engine.run(RULES, facts)}
+    fits = {"fp8": PASS, "bf16": FAIL}.get(form, SKIPPED)
+    assert statuses["memory-does-not-fit"] == fits
+    depend = ("memory-long-context", "memory-indexer-logits")
+    assert all((statuses[name] == SKIPPED) == (fits == SKIPPED) for name in depend)
+    assert (statuses["feature-stands-down"] == SKIPPED) == (form is None)
+    assert any("in no form that is known" in note for note in notes) == (form is None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "warns"),
+    [
+        ({}, True),
+        ({"tp_size": 1, "dp_size": 2}, True),
+        ({"tp_size": 1, "pp_size": 2}, True),
+        ({"moe_a2a_backend": "deepep"}, False),
+        ({"device": "cpu"}, False),
+        ({"environment": {"GLM53_SERVE": "stock"}}, False),
+        ({"capability": (10, 0)}, False),
+    ],
+)
+def test_several_gpus_are_told_where_ours_would_serve(changed: dict[str, Any], warns: bool) -> None:
+    facts: dict[str, Any] = {
+        "raw_config": config_json(), "device": "cuda", "capability": (9, 0), "environment": {},
+        "versions": {"sglang": GPU_TESTED[-1]},
+    }  # fmt: skip
+    args: dict[str, Any] = {"device": "cuda", "tp_size": 8}
+    for name, value in changed.items():
+        (facts if name in facts and name != "device" else args)[name] = value
+    (row,) = (row for row in RULES if row.id == "several-gpus-unmeasured")
+    assert (engine.check(row, Facts.only(args=args, **facts)).status == WARN) == warns
 
 
 def test_without_a_parser_to_ask_the_doctor_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +440,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def resolved() -> dict[str, Any]:
     """What the doctor says of a published command, resolved by SGLang's own parser."""
     command = (
-        "sglang serve --model-path zai-org/GLM-5.3-not-here --tp 8 --dp 8 --enable-dp-attention "
+        "sglang serve --model-path zai-org/GLM-5.3 --tp 8 --dp 8 --enable-dp-attention "
         "--moe-a2a-backend deepep --speculative-algorithm EAGLE --speculative-num-steps 1 "
         "--speculative-eagle-topk 1 --speculative-num-draft-tokens 2 --mem-fraction-static 0.85 "
         "--chunked-prefill-size 32768 --max-running-requests 256 --page-size 32 "

@@ -146,7 +146,7 @@ def test_more_memory_is_asked_for_where_no_fraction_helps() -> None:
 def test_a_capped_cache_holds_what_it_is_capped_at() -> None:
     said = known(context_length=262_144, max_total_tokens=100_000)
     result = verdict("memory-long-context", **said)
-    assert "100,000 tokens" in result.message
+    assert "the 100,000 that the cache" in result.message
 
 
 def test_the_longest_context_is_the_configs_where_none_is_given() -> None:
