@@ -37,6 +37,8 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line and exit code 1, as all errors of ours are."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message += " (arguments for SGLang come after `--`)"
         self.exit(1, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
@@ -55,6 +57,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a letter gets a "?"
+            stream.reconfigure(errors="replace")
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
@@ -70,6 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         print(f"glm53 {args.command}: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        package = {"yaml": "PyYAML"}.get(error.name or "", error.name)
+        print(
+            f"glm53 {args.command}: this Python has no {package}; run it in SGLang's environment, "
+            f"or pip install {package}",
+            file=sys.stderr,
+        )
         return 1
     except Exception as error:
         print(

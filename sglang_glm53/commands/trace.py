@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sglang_glm53.bench.slice import check_writable
 from sglang_glm53.commands.ledger import parse_mtp, read_model
 from sglang_glm53.errors import Glm53Error
 
@@ -67,6 +69,14 @@ def run(args: argparse.Namespace) -> int:
     steps, tokens = parse_mtp(args.mtp)
     if min(args.prompts) < 1 or args.new_tokens < 2:
         raise Glm53Error("give prompts of 1 token or more, and --new-tokens of 2 or more")
+    if not 0 < args.timeout < float("inf"):
+        raise Glm53Error(f"--timeout {args.timeout:g}: give seconds, more than 0")
+    if args.device == "cuda" and not _has_gpu():
+        raise Glm53Error("--device cuda: PyTorch sees no GPU here; leave it out to run on the CPU")
+    if args.json and args.json != "-":
+        check_writable(Path(args.json))  # before minutes of work, not after them
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _interrupt)
     if args.model is not None:
         return _run(args, args.model, steps, tokens)
     from sglang_glm53.tiny import make_checkpoint
@@ -112,6 +122,16 @@ def _run(args: argparse.Namespace, model: Path, steps: int, tokens: int) -> int:
     else:
         print(render(found, topology.name))
     return 0 if found.equal else 1
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise SystemExit(128 + signum)  # the way of Ctrl-C: processes and folders are cleared away
 
 
 def render(found: Any, name: str) -> str:

@@ -101,7 +101,6 @@ def server_arguments(run: Run) -> list[str]:
         *("--tp-size", str(topology.tp), "--ep-size", str(topology.ep), "--disable-radix-cache"),
     ]
     if topology.dp > 1:
-        # SGLang 0.5.22 knows this spelling alone.
         arguments += ["--dp-size", str(topology.dp), "--enable-dp-attention"]
     if topology.a2a != "none":
         arguments += ["--moe-a2a-backend", topology.a2a]
