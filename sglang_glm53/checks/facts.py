@@ -52,10 +52,14 @@ UNKNOWN: dict[str, str] = {
     "args_problem": "no server arguments (-- SGLANG ARGS)",
     "flag_names": "SGLang's parser was not asked",
     "variables": "SGLang's parser was not asked",
+    "machine_named": "nobody was asked about a machine",
 }
 
 # Facts that only a caller can say.
-SAID = ("checkpoint", "argv", "args", "given", "args_problem", "flag_names", "variables")
+SAID = (
+    *("checkpoint", "argv", "args", "given", "args_problem", "flag_names", "variables"),
+    "machine_named",
+)
 
 
 class Facts:
@@ -72,6 +76,7 @@ class Facts:
         flag_names: every option that the installed SGLang's parser has, as "--page-size".
         variables: every environment variable that the installed SGLang declares.
         hardware: the ledger's row of the GPU that is served on.
+        machine_named: whether the machine to judge for was named, and is not this one.
     """
 
     def __init__(self, **said: Any) -> None:
@@ -91,6 +96,7 @@ class Facts:
     args_problem: str | None
     flag_names: frozenset[str] | None
     variables: frozenset[str] | None
+    machine_named: bool | None
 
     @classmethod
     def only(cls, **said: Any) -> Facts:

@@ -75,6 +75,7 @@ def gather(question: Question) -> tuple[Facts, list[str]]:
     said: dict[str, Any] = {"checkpoint": folder, "raw_config": config, **assumed}
     if question.variables:
         said["environment"] = {**os.environ, **question.variables}
+    said["machine_named"] = question.gpu is not None
     if question.gpu is not None:
         if question.count < 1:
             raise Glm53Error(f"--gpus is {question.count}; give 1 or more")
@@ -120,7 +121,12 @@ def find_checkpoint(model: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
-    found = try_to_load_from_cache(model, "config.json")
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except ValueError:  # the library's own check of the name
+        raise Glm53Error(
+            f"{model[:80]!r} is no folder, and no repository's name (OWNER/NAME)"
+        ) from None
     return Path(found).parent if isinstance(found, str) else None
 
 
@@ -151,9 +157,7 @@ def _arguments(
         return said
     kind = device(question.gpu, question.count) if question.gpu else this_machine()
     if kind is CPU and question.gpu is None and written.get("device") != "cpu":
-        notes.append(
-            "no GPU here: options are resolved for a CPU; --gpu h200 takes another machine"
-        )
+        notes.append("no GPU here: options are resolved for a CPU (--gpu h200 for another machine)")
     try:
         answer = resolve(argv, config, kind, {**os.environ, **question.variables})
     except Glm53Error as error:  # no SGLang, or one that does not run: the rules say more

@@ -16,12 +16,14 @@ from sglang_glm53.checks import (
     memory_rules,
     mtp,
     parallel,
+    target,
     versions,
 )
 from sglang_glm53.checks.rule import Rule
 
 # Subjects, as the documentation names them.
 SUBJECTS: dict[str, tuple[Rule, ...]] = {
+    "The question": target.RULES,
     "Versions": versions.RULES,
     "Kernel packages": kernels.RULES,
     "Loading": loading.RULES,

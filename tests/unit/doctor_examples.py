@@ -89,6 +89,15 @@ WHOLE = checkpoint(tensors())
 WK = "model.layers.0.self_attn.indexer.wk.weight"
 HERE = Path(__file__).parent  # a folder without a checkpoint's files
 
+LOGIN_NODE: Said = {"device": "cpu", "machine_named": False, "given": frozenset()}
+QUESTIONS: dict[str, Example] = {
+    "judged-for-a-cpu": Example(
+        {**LOGIN_NODE, "args": {"tp_size": 8}},
+        {**LOGIN_NODE, "args": {"tp_size": 8}, "machine_named": True},
+        ("8 ranks", "--gpu h200"),
+    ),
+}
+
 VERSIONS: dict[str, Example] = {
     "sglang-version": Example(
         {"versions": {"sglang": "0.5.1"}}, {"versions": {"sglang": SUPPORTED[0]}}, ("0.5.1",)
@@ -708,6 +717,7 @@ CHECKPOINTS: dict[str, Example] = {
 }
 
 EXAMPLES: dict[str, Example] = {
+    **QUESTIONS,
     **VERSIONS,
     **LOADING,
     **CONFIGS,

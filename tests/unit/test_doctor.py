@@ -222,6 +222,35 @@ def test_a_checkpoint_elsewhere_has_the_precision_of_its_name(
 
 
 @pytest.mark.parametrize(
+    ("argv", "gpu", "warns"),
+    [
+        ("--model-path zai-org/GLM-5.3 --tp 8", None, True),
+        ("--model-path zai-org/GLM-5.3", None, True),
+        ("--model-path SMALL", None, False),
+        ("--model-path SMALL --tp 2", None, True),
+        ("--model-path SMALL --tp 2 --device cpu", None, False),
+        ("--model-path zai-org/GLM-5.3 --tp 8", "h200", False),
+    ],
+)
+def test_a_login_node_is_told_to_name_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: str, gpu: str | None, warns: bool
+) -> None:
+    small = {**config_json(), "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    find = gather.find_checkpoint
+    monkeypatch.setattr(
+        gather, "find_checkpoint", lambda model: None if "zai" in model else find(model)
+    )
+    monkeypatch.setattr("sglang_glm53.checks.machine.device", lambda: "cpu")
+    words = tuple(argv.replace("SMALL", str(tmp_path)).split())
+    facts, _ = gather.gather(Question(argv=words, gpu=gpu, ask_sglang=False))
+    (row,) = (row for row in RULES if row.id == "judged-for-a-cpu")
+    result = engine.check(row, facts)
+    assert (result.status == WARN) == warns
+    assert not warns or "--gpu h200" in result.cure
+
+
+@pytest.mark.parametrize(
     ("changed", "warns"),
     [
         ({}, True),

@@ -17,8 +17,8 @@ from sglang_glm53.checks.rules import ALL
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CHECKS = Path(sglang_glm53.checks.__file__).parent
 IDS = {rule.id for rules in ALL.values() for rule in rules}
-# Options of other programs, and old spellings that rules tell about.
-NOT_SGLANG = {"force-reinstall", "no-deps", "model", "dp"}
+# Options of the doctor's own and of other programs, and old spellings that rules tell about.
+NOT_SGLANG = {"force-reinstall", "no-deps", "model", "dp", "gpu", "gpus"}
 OLD = {"cuda-graph-max-bs", "enable-dsa-prefill-context-parallel"}
 
 
