@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
+
+from sglang_glm53.errors import Glm53Error
 
 # Options whose field has another name.
 ALIASES = {
@@ -40,6 +45,39 @@ def options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             values.append(token)
     if name is not None:
         yield name, values
+
+
+def with_config(argv: Sequence[str]) -> list[str]:
+    """The arguments with those of `--config FILE` (SGLang's YAML) before them, which they override.
+
+    Raises:
+        Glm53Error: the file cannot be read, or holds no options.
+    """
+    words = list(argv)
+    places = [i for i, word in enumerate(words) if word == "--config"]
+    if not places:
+        return words
+    place = places[0]
+    if len(places) > 1 or place + 1 == len(words):
+        raise Glm53Error("--config: give one YAML file, once")
+    path = words[place + 1]
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise Glm53Error(f"--config {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise Glm53Error(f"--config {path}: options with values are expected, one a line")
+    found: list[str] = []
+    for name, value in content.items():
+        option = "--" + str(name).replace("_", "-")
+        if value is True:
+            found.append(option)
+        elif isinstance(value, list):
+            found += [option, *map(str, value)]
+        elif value is not False and value is not None:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            found += [option, text]
+    return found + words[:place] + words[place + 2 :]
 
 
 def field_of(option: str) -> str:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sglang_glm53.checks import files, machine, precision
-from sglang_glm53.checks.arguments import as_written
+from sglang_glm53.checks.arguments import as_written, with_config
 from sglang_glm53.checks.config import field_of_override
 from sglang_glm53.checks.facts import Facts
 from sglang_glm53.cookbook.devices import CPU, Device, device
 from sglang_glm53.errors import Glm53Error
 from sglang_glm53.ledger import hardware
 
-# How a server is started.
-PROGRAMS = (
-    ["sglang", "serve"],
-    ["python", "-m", "sglang.launch_server"],
-    ["python3", "-m", "sglang.launch_server"],
-    ["serve"],
-)
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 
 
@@ -181,21 +175,41 @@ def this_machine() -> Device:
 
 
 def pasted(rest: Sequence[str]) -> tuple[tuple[str, ...] | None, dict[str, str]]:
-    """A server's command line after `--`, as one would paste it.
+    """A server's command line after `--`, as one would paste it, in one word (quoted) too.
 
     Returns:
         SGLang's arguments, None where there are none; and the variables set before the program
-        (`SGLANG_X=1 sglang serve ...`).
+        (`SGLANG_X=1 sglang serve ...`). What `--config FILE` holds stands before the others.
+
+    Raises:
+        Glm53Error: a quote that does not end, or a file of `--config` that cannot be read.
     """
     words = list(rest)
     if words[:1] == ["--"]:
         words = words[1:]
+    if len(words) == 1 and " " in words[0]:
+        try:
+            words = shlex.split(words[0])
+        except ValueError as error:
+            raise Glm53Error(f"the command line after `--`: {error}; check its quotes") from None
     variables = {}
-    while words and (found := _ASSIGNMENT.match(words[0])):
-        variables[found[1]] = found[2]
+    while words and (words[0] == "env" or _ASSIGNMENT.match(words[0])):
+        if found := _ASSIGNMENT.match(words[0]):
+            variables[found[1]] = found[2]
         words = words[1:]
-    for program in PROGRAMS:
-        if words[: len(program)] == program:
-            words = words[len(program) :]
-            break
-    return tuple(words) or None, variables
+    words = words[_program(words) :]
+    if words and not words[0].startswith("-"):  # `sglang serve MODEL`
+        words = ["--model-path", *words]
+    return tuple(with_config(words)) or None, variables
+
+
+def _program(words: Sequence[str]) -> int:
+    """How many words at the beginning are the program."""
+    name = Path(words[0]).name if words else ""
+    if name == "sglang" and words[1:2] == ["serve"]:
+        return 2
+    if re.fullmatch(r"python[\d.]*", name):
+        if words[1:3] == ["-m", "sglang.launch_server"]:
+            return 3
+        return 2 if words[1:2] and Path(words[1]).name == "launch_server.py" else 0
+    return int(name == "serve")
