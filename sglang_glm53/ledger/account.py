@@ -73,9 +73,9 @@ class Step:
         return sum(times * row.total_bytes for times, _, row in self.collectives)
 
     @property
-    def sent_bytes(self) -> Number:
-        """What one rank sends."""
-        return sum(times * row.total_sent for times, _, row in self.collectives)
+    def busiest_bytes(self) -> Number:
+        """One way through the busiest rank."""
+        return sum(times * row.total_busiest for times, _, row in self.collectives)
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Account:
         sheet = Sheet(
             {
                 "collective_bytes": step.collective_bytes,
-                "sent_bytes": step.sent_bytes,
+                "busiest_bytes": step.busiest_bytes,
                 "batch": self.workload.batch,
                 "accept": step.tokens,
                 "bound_ms": step.bound.bound_ms,

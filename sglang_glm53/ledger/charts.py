@@ -111,9 +111,13 @@ def _collectives(account: Account) -> Bars:
     items = []
     for name, other in _topologies(account):
         step = other.step
-        count = f"{step.collective_count} collectives, {units.size(step.sent_bytes)}"
-        items.append((name, step.sent_bytes / 1e6, count))
-    return Bars(f"Collectives of a {_step(account)} by topology", "MB sent by one rank", items)
+        count = f"{step.collective_count} collectives, {units.size(step.busiest_bytes)}"
+        items.append((name, step.busiest_bytes / 1e6, count))
+    return Bars(
+        f"Collectives of a {_step(account)} by topology",
+        "MB one way through the busiest rank",
+        items,
+    )
 
 
 def _topologies(account: Account) -> Iterator[tuple[str, Account]]:

@@ -15,8 +15,15 @@ against what runs. Attention and FFN return partial sums. The next stage complet
   back summed. Nothing is gathered or scattered over attention DP there; the dense layers still do.
 
 `bytes` is the whole tensor: an all-reduce's, an all-gather's result, a reduce-scatter's input; for
-dispatch and combine what all ranks send together. `sent` is what one rank sends: a ring's share,
-2 (n - 1) / n of an all-reduce, (n - 1) / n of the others.
+dispatch and combine what all ranks send together. `sent` is what the rank that sends most sends, and
+`received` what the one that receives most receives: in a ring both are its share, 2 (n - 1) / n of
+an all-reduce, (n - 1) / n of the others. The rows of one prompt lie on one attention group, so of a
+prefill's combine a rank sends little and one receives nearly all. The larger of the two, `busiest`,
+takes the time.
+
+DeepEP's low-latency mode (decode, verify, draft) sends a row once for each of its experts. Its normal
+mode (prefill) sends it once for each rank that has one of them, and gets it back summed there:
+ep (1 - (1 - 1 / ep) ** top_k) times, 5.25 on eight ranks, if the router chooses uniformly.
 """
 
 from __future__ import annotations
@@ -44,8 +51,13 @@ _SENT = {
     "reduce-scatter": "(group - 1) / group * bytes",
     # Of what all ranks send together, a rank dispatches its own rows, and its experts give back an
     # even share; what stays on the rank is not sent.
-    "dispatch": "bytes * sender_rows / routed_rows * (group - 1) / group",
-    "combine": "bytes / group * (group - 1) / group",
+    "dispatch": "bytes * most_rows / routed_rows * (group - 1) / group",
+    "combine": "bytes / group * (1 - least_rows / routed_rows)",
+}
+_RECEIVED = {
+    **_SENT,
+    "dispatch": _SENT["combine"],
+    "combine": _SENT["dispatch"],
 }
 
 
@@ -57,7 +69,7 @@ class Collective:
         where: the place, and the layers (`layers 3-77`) or none.
         group: `tp`, `attn_tp` or `ep`. ranks: its size.
         count: times a pass. shape: of the whole tensor, rows first.
-        bytes, sent: of one, as the module's text says. source: file of SGLang.
+        bytes, sent, received: of one, as the module's text says. source: file of SGLang.
     """
 
     where: str
@@ -69,6 +81,7 @@ class Collective:
     shape: tuple[int, ...]
     bytes: Figure
     sent: Figure
+    received: Figure
     source: str
 
     @property
@@ -76,12 +89,17 @@ class Collective:
         return self.count * self.bytes.value
 
     @property
-    def total_sent(self) -> Number:
-        return self.count * self.sent.value
+    def busiest(self) -> Number:
+        """Bytes of one in the busier direction of the busiest rank; they take the time."""
+        return max(self.sent.value, self.received.value)
+
+    @property
+    def total_busiest(self) -> Number:
+        return self.count * self.busiest
 
     def milliseconds(self, bytes_per_second: float, latency_us: float) -> float:
         """All of them one after another: the link's time, and a launch latency each."""
-        each = self.sent.value / bytes_per_second * 1e3 + latency_us / 1e3
+        each = self.busiest / bytes_per_second * 1e3 + latency_us / 1e3
         return self.count * each
 
 
@@ -145,7 +163,8 @@ class _Pass:
                 "all_rows": self.padded.every,
                 # Padding is not dispatched; an attention group's ranks share its rows.
                 "routed_rows": sum(rows.by_rank),
-                "sender_rows": -(-max(rows.by_rank) // topology.attn_tp),
+                "most_rows": -(-max(rows.by_rank) // topology.attn_tp),
+                "least_rows": min(rows.by_rank) // topology.attn_tp,
                 "logit_rows": max(rows.logits),
                 "all_logit_rows": sum(rows.logits),
             }
@@ -189,9 +208,14 @@ class _Pass:
         if 0 in sizes:  # nobody has a row
             return
         size = sheet.add("bytes", formula, "B", f"{where}: {kind}", source)
-        sent = sheet.figure("sent", _SENT[kind], "B", f"{where}: sent by one rank", "ring")
+        sent = sheet.figure("sent", _SENT[kind], "B", f"{where}: sent by a rank, at most", "ring")
+        received = sheet.figure(
+            "received", _RECEIVED[kind], "B", f"{where}: received by a rank, at most", "ring"
+        )
         self.found.append(
-            Collective(where, layers, kind, group, ranks, count, sizes, size, sent, source)
+            Collective(
+                where, layers, kind, group, ranks, count, sizes, size, sent, received, source
+            )
         )
 
     def layers(self, first: int, count: int) -> str:
@@ -241,18 +265,27 @@ class _Pass:
         )  # fmt: skip
 
     def deepep(self, moe: int, where: str) -> None:
-        shape = "routed_rows * top_k, hidden"
-        values, scales = "routed_rows * top_k * hidden", "routed_rows * top_k * hidden / 128 * 4"
+        normal = self.kind in EXTEND_PASSES
+        copies = "ep * (1 - (1 - 1 / ep) ** top_k)" if normal else "top_k"
+        shape = f"routed_rows * {copies}, hidden"
+        values = f"routed_rows * {copies} * hidden"
+        scales = f"{values} / 128 * 4"
+        mode = (
+            "normal mode sends a row once for each rank that has one of its experts, the expected "
+            "number if each choice is uniform"
+            if normal
+            else "low latency sends a row once for each expert"
+        )
         fp8 = self.topology.weights == "fp8"
         self.add(
             "experts", "dispatch", "ep", moe,
             f"{values} + {scales}" if fp8 else f"{values} * plain", shape,
             "layers/moe/token_dispatcher/deepep.py _dispatch_core: FP8 rows with a float32 scale "
-            "for each 128 values; low latency sends a row once for each expert", where,
+            f"for each 128 values; {mode}", where,
         )  # fmt: skip
         self.add(
             "experts", "combine", "ep", moe, f"{values} * plain", shape,
-            "layers/moe/token_dispatcher/deepep.py _combine_core", where,
+            f"layers/moe/token_dispatcher/deepep.py _combine_core; {mode}", where,
         )  # fmt: skip
 
     def attention_dp(self, dense: int, moe: int) -> None:

@@ -50,7 +50,7 @@ def values() -> dict[str, str]:
     full = {each.name: each for each in deepep.layer("full")}
     moved = [row for _, _, row in dp8.decode.collectives if row.where.startswith("FFN")]
     prefill_tp8 = [row for each in tp8.prefill for row in each.collectives]
-    sent = sum(row.total_sent for row in prefill_tp8)
+    sent = sum(row.total_busiest for row in prefill_tp8)
     experts = [row for each in deepep.prefill for row in each.collectives if row.where == "experts"]
     breaks = next(claim for claim in claims.found if claim.topic.startswith("accept length"))
     one, many = breaks.shown.split(" and ")
@@ -168,7 +168,16 @@ def _operators(account: Account) -> str:
 
 def _collectives(step: Step) -> str:
     return _table(
-        ("where", "layers", "kind", "ranks", "count", "bytes each", "in all", "sent by a rank"),
+        (
+            "where",
+            "layers",
+            "kind",
+            "ranks",
+            "count",
+            "bytes each",
+            "in all",
+            "one way, busiest rank",
+        ),
         (
             (
                 row.where,
@@ -178,7 +187,7 @@ def _collectives(step: Step) -> str:
                 str(row.count),
                 units.bytes_(row.bytes.value),
                 units.size(row.total_bytes),
-                units.size(row.total_sent),
+                units.size(row.total_busiest),
             )
             for _, _, row in step.collectives
         ),

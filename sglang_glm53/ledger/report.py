@@ -190,7 +190,7 @@ def _bound(account: Account) -> Table:
 
 COLLECTIVE_HEAD = (
     *("pass", "where", "layers", "kind", "group", "shape", "count", "bytes each"),
-    *("bytes in all", "sent by a rank", "time"),
+    *("bytes in all", "busiest rank, one way", "time"),
 )
 
 
@@ -202,7 +202,7 @@ def _collectives(account: Account) -> Table:
     ]
     note = (
         f"in a step: {step.collective_count} collectives, {units.size(step.collective_bytes)}; "
-        f"a rank sends {units.size(step.sent_bytes)}; for a generated token "
+        f"one way through the busiest rank {units.size(step.busiest_bytes)}; for a generated token "
         f"{units.size(account.totals['collective_bytes_per_token'])}. "
         "time: the link's and a launch latency each, one after another"
     )
@@ -222,7 +222,7 @@ def _collective(account: Account, kind: str, times: int, row: Collective) -> tup
         str(times * row.count),
         units.size(row.bytes.value),
         units.size(times * row.total_bytes),
-        units.size(times * row.total_sent),
+        units.size(times * row.total_busiest),
         units.milliseconds(times * spent),
     )
 
@@ -273,7 +273,7 @@ def _prefill(account: Account) -> Table:
                 hardware.link.best_known, hardware.launch_latency.best_known * 1e6
             )
             sums = total.setdefault(key, [0, 0, 0, 0])
-            for index, value in enumerate((row.count, row.total_bytes, row.total_sent, spent)):
+            for index, value in enumerate((row.count, row.total_bytes, row.total_busiest, spent)):
                 sums[index] += value
     rows = [
         (
@@ -291,7 +291,7 @@ def _prefill(account: Account) -> Table:
         f"{len(passes)} pass{'es' if len(passes) > 1 else ''} of at most {work.chunk:,} tokens, "
         f"{units.flops(flops)} a rank; bound {units.milliseconds(bound.bound_ms)} by {bound.limit}"
     )
-    head = ("where", "layers", "kind", "group", "count", "bytes", "sent by a rank", "time")
+    head = ("where", "layers", "kind", "group", "count", "bytes", "busiest rank, one way", "time")
     if not rows:
         rows = [("none: one rank", "", "", "", "", "", "", "")]
     return Table(f"Prefill of {work.prompt:,} tokens", head, rows, note)
@@ -345,7 +345,7 @@ def compare(left: Account, right: Account) -> list[Table]:
         ("bound by", lambda a: a.step.bound.limit),
         ("collectives in a step", lambda a: str(a.step.collective_count)),
         ("their bytes", lambda a: units.size(a.step.collective_bytes)),
-        ("a rank sends", lambda a: units.size(a.step.sent_bytes)),
+        ("one way, busiest rank", lambda a: units.size(a.step.busiest_bytes)),
         (
             "their time, not overlapped",
             lambda a: units.milliseconds(a.step.bound.communication.value),
@@ -360,7 +360,7 @@ def compare(left: Account, right: Account) -> list[Table]:
         ("requests of this context, all ranks", lambda a: f"{a.capacity['concurrent']:,}"),
         ("accept length at which MTP breaks even", _break_even),
         ("prefill: collectives", lambda a: str(_prefill_sum(a)[0])),
-        ("prefill: a rank sends", lambda a: units.size(_prefill_sum(a)[1])),
+        ("prefill: one way, busiest rank", lambda a: units.size(_prefill_sum(a)[1])),
         ("prefill: bound", lambda a: units.milliseconds(a.prefill_bound.bound_ms)),
         (
             "prefill: collectives' time, not overlapped",
@@ -390,7 +390,7 @@ def _break_even(account: Account) -> str:
 
 def _prefill_sum(account: Account) -> tuple[int, float]:
     rows = [row for each in account.prefill for row in each.collectives]
-    return sum(row.count for row in rows), sum(row.total_sent for row in rows)
+    return sum(row.count for row in rows), sum(row.total_busiest for row in rows)
 
 
 # --- JSON ----------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def to_json(account: Account) -> dict[str, Any]:
         "collectives_per_step": step.collective_count,
         "collective_bytes_per_step": step.collective_bytes,
         "collective_bytes_per_token": account.totals["collective_bytes_per_token"],
-        "sent_bytes_per_rank": step.sent_bytes,
+        "busiest_bytes_per_rank": step.busiest_bytes,
         "step_bytes_per_rank": step.bytes_read,
         "step_flops_per_rank": step.flops,
         "bound_ms": step.bound.bound_ms,
@@ -476,6 +476,7 @@ def _collective_json(row: Collective) -> dict[str, Any]:
         "shape": list(row.shape),
         "bytes": row.bytes.value,
         "sent_bytes": row.sent.value,
+        "received_bytes": row.received.value,
         "formula": row.bytes.formula,
         "source": row.source,
     }
@@ -518,7 +519,7 @@ def all_figures(account: Account) -> list[Figure]:
                 if figure.value:
                     found.append(_renamed(figure, f"{kind} layer, {figure.title}"))
     for _, each, row in account.step.collectives:
-        for figure in (row.bytes, row.sent):
+        for figure in (row.bytes, row.sent, row.received):
             found.append(_renamed(figure, f"{each.kind}, {row.layers or 'once'}, {figure.title}"))
     return found
 

@@ -56,7 +56,7 @@ def bound(
     """
     peak = hardware.fp8_flops if weights == "fp8" else hardware.bf16_flops
     speed = hardware.bandwidth
-    sent = sum(times * row.total_sent for times, row in collectives)
+    sent = sum(times * row.total_busiest for times, row in collectives)
     launches = sum(times * row.count for times, row in collectives)
     sheet = Sheet(
         {

@@ -314,15 +314,21 @@ def test_deepep_and_gather_never_meet_in_a_layer(config: Glm53Config) -> None:
 
 
 def test_one_prompt_is_dispatched_by_one_rank(config: Glm53Config) -> None:
-    """Its rows come from one rank; the experts that answer are on all of them."""
+    """Its rows come from one rank and return to it; the experts that answer are on all of them."""
     (prefill,) = account(config, "dp8-deepep").prefill
     rows = {row.kind: row for row in prefill.collectives if row.where == "experts"}
-    values, scales = 8192 * 8 * 6144, 8192 * 8 * 48 * 4
-    assert rows["dispatch"].sent.value == (values + scales) * 7 / 8
-    assert rows["combine"].sent.value == 2 * values / 8 * 7 / 8
+    copies = 8 * (1 - (7 / 8) ** 8)  # ranks that a row goes to, expected: 5.25
+    values, scales = 8192 * copies * 6144, 8192 * copies * 48 * 4
+    dispatch, combine = rows["dispatch"], rows["combine"]
+    assert dispatch.sent.value == pytest.approx((values + scales) * 7 / 8)
+    assert dispatch.received.value == pytest.approx((values + scales) / 8)
+    assert combine.sent.value == pytest.approx(2 * values / 8)
+    assert combine.received.value == combine.busiest == pytest.approx(2 * values * 7 / 8)
+    assert combine.milliseconds(450e9, 0) == pytest.approx(75 * combine.received.value / 450e6)
     decode = account(config, "dp8-deepep").decode.passes[0].collectives
     even = next(row for row in decode if row.kind == "dispatch")
-    assert even.sent.value == even.bytes.value / 8 * 7 / 8
+    assert even.sent.value == even.received.value == even.bytes.value / 8 * 7 / 8
+    assert even.bytes.value == 32 * 8 * (6144 + 48 * 4)  # low latency: once for each expert
 
 
 def test_deepep_without_attention_dp(config: Glm53Config) -> None:
