@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from textwrap import shorten
 from typing import Any
@@ -54,13 +55,13 @@ def _gone(facts: Facts) -> Verdict:
 
 
 def _deprecated(facts: Facts) -> Verdict:
-    given = {option.removeprefix("--") for option, _ in options(facts.argv)}
-    # --dp is how most published commands write --dp-size.
-    given |= {"dp-size"} if "dp" in given else set()
+    given = {option.removeprefix("--"): values for option, values in options(facts.argv)}
+    if "dp" in given:  # how most published commands write --dp-size
+        given.setdefault("dp-size", given["dp"])
     for row in RENAMED:
-        if row.state == DEPRECATED and given.issuperset(row.old):
+        if row.state == DEPRECATED and given.keys() >= set(row.old):
             old = " ".join(f"--{name}" for name in row.old)
-            return {"option": old, "instead": _new(row), "note": row.note}
+            return {"option": old, "instead": _instead(row, given), "note": row.note}
     return None
 
 
@@ -72,6 +73,18 @@ def _renamed(option: str, state: str) -> Renamed | None:
 
 def _new(row: Renamed) -> str:
     return " ".join(f"--{name}" for name in row.new)
+
+
+def _instead(row: Renamed, given: Mapping[str, Sequence[str]]) -> str:
+    """The new options with the values that the old ones have, as one would type them."""
+    values = {name: " ".join(given[name]) or True for name in row.old}
+    try:
+        return " ".join(
+            f"--{name}" if value is True else f"--{name} {value}"
+            for name, value in row.to_new(values).items()
+        )
+    except (KeyError, ValueError):  # a value that the old option did not have either
+        return _new(row)
 
 
 def _same(wrote: Any, has: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,28 +13,66 @@ from sglang_glm53.checks.engine import PASS, SKIPPED, STATUSES, Result
 from sglang_glm53.checks.facts import Facts
 from sglang_glm53.checks.rule import FAIL, WARN
 
+NARROWEST = 60  # columns
+TITLE = 13  # columns of the words before versions, machine and notes
 PACKAGES = ("sglang", "torch", "transformers")
 
 
-def table(results: Sequence[Result], facts: Facts, notes: Sequence[str]) -> str:
-    """One line a rule, failures first; rules that were skipped for one reason share a line."""
-    width = max((len(result.rule.id) for result in results), default=0)
-    lines = [f"{'versions':<9} {versions(facts)}", f"{'machine':<9} {machine(facts)}"]
-    lines += [f"{'note':<9} {note}" for note in notes]
+def table(
+    results: Sequence[Result],
+    facts: Facts,
+    notes: Sequence[str],
+    *,
+    all_: bool = False,
+    here: bool = True,
+    columns: int | None = None,
+) -> str:
+    """Failures, warnings, passes as one line, and one line for each reason to skip rules.
+
+    Args:
+        all_: one line a rule that passed.
+        here: whether the machine that is judged for is this one.
+        columns: width of the lines, at least 60; default: the terminal's.
+    """
+    wide = max(NARROWEST, columns or shutil.get_terminal_size().columns)
+    head = [("versions", versions(facts)), ("machine", machine(facts))]
+    if not here:
+        head.append(("environment", "this machine's: its packages, plugins and variables"))
+    lines = [
+        _wrapped(f"{name:<{TITLE}}{text}", wide, TITLE)
+        for name, text in (*head, *(("note", note) for note in notes))
+    ]
     lines.append("")
-    for status in (FAIL, WARN, PASS):
-        for result in results:
-            if result.status == status:
-                what = f"{result.message}; {result.cure}" if result.message else result.rule.title
-                lines.append(f"{status:<5} {result.rule.id:<{width}}  {what}")
+    shown = [result for result in results if result.status in ((FAIL, WARN, PASS)[: 2 + all_])]
+    shown.sort(key=lambda result: (FAIL, WARN, PASS).index(result.status))  # stays in order within
+    for result in shown:
+        what = f"{result.message}; {result.cure}" if result.message else result.rule.title
+        lines.append(_wrapped(f"{result.status:<6}{result.rule.id}: {what}", wide, 6))
+    passed = sum(result.status == PASS for result in results)
+    if passed and not all_:
+        lines.append(f"pass  {_rules(passed)} (--all names them)")
     skipped: dict[str, list[str]] = {}
     for result in results:
         if result.status == SKIPPED:
             skipped.setdefault(result.message, []).append(result.rule.id)
     for reason, ids in skipped.items():
-        plural = "rules" if len(ids) > 1 else "rule"
-        lines.append(f"skip  {f'{len(ids)} {plural}':<{width}}  {reason}")
+        lines.append(_wrapped(f"skip  {_rules(len(ids))}: {reason}", wide, 6))
     return "\n".join([*lines, "", summary(results)])
+
+
+def _rules(count: int) -> str:
+    return f"{count} rule{'s' if count != 1 else ''}"
+
+
+def _wrapped(line: str, columns: int, indent: int) -> str:
+    """Lines of at most `columns`, with a hanging indent; options and paths stay whole."""
+    return textwrap.fill(
+        line,
+        columns,
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def summary(results: Sequence[Result]) -> str:

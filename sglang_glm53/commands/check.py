@@ -45,5 +45,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.as_json(results, facts, [tensors]), indent=2))
     else:
-        print(report.table(results, facts, [tensors]))
+        print(report.table(results, facts, [tensors], all_=True))
     return 1 if any(result.status == FAIL for result in results) else 0

@@ -43,6 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="take options as written; do not ask SGLang's parser"
     )
+    parser.add_argument(
+        "--all", action="store_true", help="name the rules that passed, too (--json always does)"
+    )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument(
         "sglang", nargs=argparse.REMAINDER, metavar="-- SGLANG ARGS", help="a server's command line"
@@ -51,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sglang_glm53.checks import engine, report
+    from sglang_glm53.checks import engine, once, report
     from sglang_glm53.checks.gather import Question, gather, pasted
     from sglang_glm53.checks.rule import FAIL
     from sglang_glm53.checks.rules import RULES
@@ -67,9 +70,10 @@ def run(args: argparse.Namespace) -> int:
             ask_sglang=not args.quick,
         )
     )
-    results = engine.judge(RULES, facts)
+    results = once.without_repeats(engine.judge(RULES, facts), facts)
     if args.json:
         print(json.dumps(report.as_json(results, facts, notes), indent=2))
     else:
-        print(report.table(results, facts, notes))
+        here = args.gpu is None
+        print(report.table(results, facts, notes, all_=args.all, here=here))
     return 1 if any(result.status == FAIL for result in results) else 0

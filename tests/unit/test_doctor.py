@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sglang_glm53 import cli
-from sglang_glm53.checks import engine, gather, preflight
+from sglang_glm53.checks import engine, gather, once, preflight
 from sglang_glm53.checks.arguments import as_written, options
 from sglang_glm53.checks.engine import PASS, SKIPPED
 from sglang_glm53.checks.facts import UNKNOWN, Facts
@@ -133,10 +133,58 @@ def test_arguments_are_read_without_sglangs_parser() -> None:
 
 @pytest.mark.parametrize(
     "rest",
-    ["-- --tp 8", "-- sglang serve --tp 8", "-- python -m sglang.launch_server --tp 8", "--tp 8"],
+    [
+        "-- --tp 8",
+        "--tp 8",
+        "-- sglang serve --tp 8",
+        "-- python -m sglang.launch_server --tp 8",
+        "-- /usr/bin/python3.12 -m sglang.launch_server --tp 8",
+        "-- python3 /opt/sglang/launch_server.py --tp 8",
+    ],
 )
 def test_a_pasted_command_is_taken(rest: str) -> None:
     assert gather.pasted(rest.split()) == (("--tp", "8"), {})
+    assert gather.pasted(["--", rest.removeprefix("-- ")]) == (("--tp", "8"), {})  # quoted
+
+
+def test_a_model_needs_no_option() -> None:
+    found = ("--model-path", "a/b", "--tp", "8"), {"A": "1"}
+    assert gather.pasted("-- env A=1 sglang serve a/b --tp 8".split()) == found
+
+
+def test_a_quote_that_does_not_end_is_one_line() -> None:
+    with pytest.raises(Glm53Error, match="check its quotes"):
+        gather.pasted(["--", "sglang serve --model-path 'a b"])
+
+
+def test_options_of_a_file_count(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "tp-size: 7\nenable_mixed_chunk: true\nlog-requests: false\ncuda-graph-bs: [1, 2]"
+    )
+    argv, _ = gather.pasted(["--", "sglang", "serve", "--tp-size", "8", "--config", str(file)])
+    assert argv == (
+        *("--tp-size", "7", "--enable-mixed-chunk", "--cuda-graph-bs", "1", "2"),
+        *("--tp-size", "8"),
+    )
+    assert as_written(argv)["tp_size"] == 8
+
+
+@pytest.mark.parametrize("content", [None, "- a", ": ["], ids=["no file", "a list", "no YAML"])
+def test_a_file_of_options_that_cannot_be_read_is_one_line(
+    tmp_path: Path, content: str | None
+) -> None:
+    file = tmp_path / "c.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(Glm53Error, match="--config") as told:
+        gather.pasted(["--", "--config", str(file)])
+    assert "\n" not in str(told.value)
+
+
+def test_a_name_that_is_none_is_one_line() -> None:
+    with pytest.raises(Glm53Error, match="no repository's name"):
+        gather.find_checkpoint("a b/c?d")
 
 
 def test_no_command_is_none() -> None:
@@ -399,17 +447,78 @@ def test_the_table_has_failures_first_and_one_line_a_rule() -> None:
         rule(id="odd", severity=WARN),
         rule(id="bad"),
     ]
-    lines = table(engine.run(rules, facts), facts, ["assumed"]).splitlines()
-    assert lines[2].split() == ["note", "assumed"]
-    body = [line.split() for line in lines[4:-2]]
-    assert [line[:2] for line in body] == [
-        ["fail", "bad"],
-        ["warn", "odd"],
-        ["pass", "fine"],
-        ["skip", "2"],
-    ]
-    assert lines[4].endswith("there are 2; take 2 out")
-    assert lines[-1] == "1 fail, 1 warn, 1 pass, 2 skipped"
+    results = engine.run(rules, facts)
+    for all_, passed in (
+        (False, "pass  1 rule (--all names them)"),
+        (True, "pass  fine: it is fine"),
+    ):
+        lines = table(results, facts, ["assumed"], all_=all_, columns=100).splitlines()
+        assert lines[2].split() == ["note", "assumed"]
+        assert lines[4:-2] == [
+            "fail  bad: there are 2; take 2 out",
+            "warn  odd: there are 2; take 2 out",
+            passed,
+            f"skip  2 rules: {UNKNOWN['device']}",
+        ]
+        assert lines[-1] == "1 fail, 1 warn, 1 pass, 2 skipped"
+    assert "environment" not in "\n".join(lines)
+    assert "environment  this machine's" in table(results, facts, [], here=False)
+
+
+def test_long_lines_are_wrapped_below_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = rule(message="words of --some-long-option " * 20, id="odd")
+    facts = Facts.only(gpus=2)
+    results = engine.run([long], facts)
+    for columns, wide in ((40, 60), (60, 60), (90, 90)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = table(results, facts, ["a note " * 30]).splitlines()
+        assert max(map(len, lines)) <= wide
+        body = lines[lines.index("") + 1 : -2]
+        assert len(body) > 2 and body[0].startswith("fail  odd: words")
+        assert all(line.startswith("      ") and line[6] != " " for line in body[1:])
+        assert not any(line.endswith("-") for line in body), "an option was cut"
+
+
+@pytest.mark.parametrize(
+    ("problem", "argv", "failed"),
+    [
+        ("unrecognized arguments: --bogus 1", "--bogus 1", {"flags-unknown"}),
+        (
+            "unrecognized arguments: --bogus --other",
+            "--bogus --other",
+            {"flags-unknown", "flags-refused"},
+        ),
+        (
+            "argument --reasoning-parser: invalid choice: 'glm47'",
+            "--reasoning-parser glm47",
+            {"reasoning-parser-name"},
+        ),
+        ("argument --page-size: invalid int value", "--page-size x", {"flags-refused"}),
+    ],
+)
+def test_one_mistake_is_told_once(problem: str, argv: str, failed: set[str]) -> None:
+    words = tuple(argv.split())
+    facts = Facts.only(
+        argv=words, args=as_written(words), args_problem=problem,
+        flag_names=frozenset({"--reasoning-parser", "--page-size"}),
+    )  # fmt: skip
+    results = once.without_repeats(engine.run(RULES, facts), facts)
+    assert {result.rule.id for result in results if result.status == FAIL} == failed
+    assert len(results) == len(RULES)
+
+
+@pytest.mark.parametrize(
+    ("argv", "instead"),
+    [
+        ("--dp 8 --enable-dp-attention", "use --attn-dp-size 8"),
+        ("--dp-size=4 --enable-dp-attention", "use --attn-dp-size 4"),
+        ("--disable-cuda-graph", "use --cuda-graph-backend-decode disabled --cuda"),
+        ("--enable-dp-attention --dp", "use --attn-dp-size"),
+    ],
+)
+def test_a_deprecated_option_is_told_with_its_value(argv: str, instead: str) -> None:
+    (row,) = (row for row in RULES if row.id == "flags-deprecated")
+    assert engine.check(row, Facts.only(argv=tuple(argv.split()))).cure.startswith(instead)
 
 
 def test_json_has_every_rule_with_its_source() -> None:
