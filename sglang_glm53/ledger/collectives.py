@@ -15,14 +15,14 @@ against what runs. Attention and FFN return partial sums. The next stage complet
   back summed. Nothing is gathered or scattered over attention DP there; the dense layers still do.
 
 `bytes` is the whole tensor: an all-reduce's, an all-gather's result, a reduce-scatter's input; for
-dispatch and combine what all ranks send together. `sent` is what the rank that sends most sends, and
+dispatch and combine what all ranks send together. `sent` is what the rank that sends most sends,
 `received` what the one that receives most receives: in a ring both are its share, 2 (n - 1) / n of
 an all-reduce, (n - 1) / n of the others. The rows of one prompt lie on one attention group, so of a
 prefill's combine a rank sends little and one receives nearly all. The larger of the two, `busiest`,
 takes the time.
 
-DeepEP's low-latency mode (decode, verify, draft) sends a row once for each of its experts. Its normal
-mode (prefill) sends it once for each rank that has one of them, and gets it back summed there:
+DeepEP's low-latency mode (decode, verify, draft) sends a row once for each of its experts. Its
+normal mode (prefill) sends it once for each rank that has one of them, and gets it back summed there:
 ep (1 - (1 - 1 / ep) ** top_k) times, 5.25 on eight ranks, if the router chooses uniformly.
 """
 
@@ -33,6 +33,7 @@ from typing import Literal
 
 from sglang_glm53.config import Glm53Config
 from sglang_glm53.ledger.formula import Figure, Number, Sheet
+from sglang_glm53.ledger.hardware import Hardware
 from sglang_glm53.ledger.memory import weight_names
 from sglang_glm53.ledger.topology import Topology, Workload
 
@@ -97,10 +98,31 @@ class Collective:
     def total_busiest(self) -> Number:
         return self.count * self.busiest
 
-    def milliseconds(self, bytes_per_second: float, latency_us: float) -> float:
-        """All of them one after another: the link's time, and a launch latency each."""
-        each = self.busiest / bytes_per_second * 1e3 + latency_us / 1e3
-        return self.count * each
+    def crossing(self, gpus: int) -> Number:
+        """Bytes of one, one way through a rank's network port, where so many GPUs share a link.
+
+        A ring leaves each machine once; its bytes are spread over the ports of all its GPUs. Of
+        dispatch and combine what goes to ranks of other machines, through the busiest rank's own
+        port. An attention group's ranks are neighbours.
+        """
+        if self.ranks <= gpus:
+            return 0
+        if self.kind in ("dispatch", "combine"):
+            return self.busiest * (self.ranks - gpus) / (self.ranks - 1)
+        return self.busiest / gpus
+
+    def by_network(self, hardware: Hardware) -> bool:
+        """Whether the network takes longer than the link within the machine."""
+        crosses = self.crossing(hardware.gpus) / hardware.network.best_known
+        return crosses > self.busiest / hardware.link.best_known
+
+    def milliseconds(self, hardware: Hardware) -> float:
+        """All of them one after another: the slower of link and network, and a launch latency
+        each."""
+        seconds = self.busiest / hardware.link.best_known
+        if self.by_network(hardware):
+            seconds = self.crossing(hardware.gpus) / hardware.network.best_known
+        return self.count * (seconds + hardware.launch_latency.best_known) * 1e3
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,8 @@ def _bound(account: Account) -> Table:
         (
             "collectives, not overlapped",
             units.milliseconds(bound.communication.value),
-            f"link {hardware.link.origin}, launch latency estimated",
+            f"link {hardware.link.origin}, launch latency estimated"
+            + ("; between machines the network" if account.topology.tp > hardware.gpus else ""),
         ),
     ]
     for name, text in (
@@ -205,13 +206,28 @@ def _collectives(account: Account) -> Table:
         f"one way through the busiest rank {units.size(step.busiest_bytes)}; for a generated token "
         f"{units.size(account.totals['collective_bytes_per_token'])}. "
         "time: the link's and a launch latency each, one after another"
-    )
+    ) + _crossing_note(account, [(times, row) for times, _, row in step.collectives])
     return Table(f"Collectives of a {_step_name(account)}", COLLECTIVE_HEAD, rows, note)
+
+
+def _crossing_note(account: Account, rows: list[tuple[int, Collective]]) -> str:
+    """What leaves a machine, where the ranks are of several; else nothing."""
+    gpus = account.hardware.gpus
+    crossing = sum(times * row.count * row.crossing(gpus) for times, row in rows)
+    if not crossing:
+        return ""
+    return (
+        f". {account.topology.tp} ranks on machines of {gpus} linked GPUs: "
+        f"{units.size(crossing)} go through the busiest rank's network port at "
+        f"{account.hardware.network.best_known / 1e9:g} GB/s ({account.hardware.network.origin}; a "
+        "ring's share is spread over a machine's ports, dispatch and combine use the rank's own); "
+        "each collective takes the slower of link and network"
+    )
 
 
 def _collective(account: Account, kind: str, times: int, row: Collective) -> tuple[str, ...]:
     hardware = account.hardware
-    spent = row.milliseconds(hardware.link.best_known, hardware.launch_latency.best_known * 1e6)
+    spent = row.milliseconds(hardware)
     return (
         kind,
         row.where,
@@ -269,9 +285,7 @@ def _prefill(account: Account) -> Table:
     for each in passes:
         for row in each.collectives:
             key = (row.where, row.layers, row.kind, f"{row.group} {row.ranks}")
-            spent = row.milliseconds(
-                hardware.link.best_known, hardware.launch_latency.best_known * 1e6
-            )
+            spent = row.milliseconds(hardware)
             sums = total.setdefault(key, [0, 0, 0, 0])
             for index, value in enumerate((row.count, row.total_bytes, row.total_busiest, spent)):
                 sums[index] += value
@@ -290,7 +304,7 @@ def _prefill(account: Account) -> Table:
     note = (
         f"{len(passes)} pass{'es' if len(passes) > 1 else ''} of at most {work.chunk:,} tokens, "
         f"{units.flops(flops)} a rank; bound {units.milliseconds(bound.bound_ms)} by {bound.limit}"
-    )
+    ) + _crossing_note(account, [(1, row) for each in passes for row in each.collectives])
     head = ("where", "layers", "kind", "group", "count", "bytes", "busiest rank, one way", "time")
     if not rows:
         rows = [("none: one rank", "", "", "", "", "", "", "")]
@@ -398,7 +412,7 @@ def _prefill_sum(account: Account) -> tuple[int, float]:
 
 def to_json(account: Account) -> dict[str, Any]:
     """The account as JSON values. Bytes, milliseconds and counts are numbers; formulas are text."""
-    step = account.step
+    step, gpus = account.step, account.hardware.gpus
     return {
         "parameters_total": account.parameters["parameters_total"],
         "parameters_with_mtp": account.parameters["parameters_with_mtp"],
@@ -425,14 +439,14 @@ def to_json(account: Account) -> dict[str, Any]:
         "workload": asdict(account.workload),
         "hardware": account.hardware.name,
         "mem_fraction": account.mem_fraction,
-        "step": _step_json(step),
-        "decode_step": _step_json(account.decode),
+        "step": _step_json(step, gpus),
+        "decode_step": _step_json(account.decode, gpus),
         "prefill": {
             "passes": [
                 {
                     "rows": each.rows,
                     "flops": each.flops,
-                    "collectives": [_collective_json(row) for row in each.collectives],
+                    "collectives": [_collective_json(row, gpus) for row in each.collectives],
                 }
                 for each in account.prefill
             ],
@@ -447,7 +461,7 @@ def to_json(account: Account) -> dict[str, Any]:
     }
 
 
-def _step_json(step: Step) -> dict[str, Any]:
+def _step_json(step: Step, gpus: int) -> dict[str, Any]:
     return {
         "passes": [
             {
@@ -455,7 +469,7 @@ def _step_json(step: Step) -> dict[str, Any]:
                 "times": each.times,
                 "rows": each.rows,
                 "flops": each.flops,
-                "collectives": [_collective_json(row) for row in each.collectives],
+                "collectives": [_collective_json(row, gpus) for row in each.collectives],
             }
             for each in step.passes
         ],
@@ -465,7 +479,7 @@ def _step_json(step: Step) -> dict[str, Any]:
     }
 
 
-def _collective_json(row: Collective) -> dict[str, Any]:
+def _collective_json(row: Collective, gpus: int) -> dict[str, Any]:
     return {
         "where": row.where,
         "layers": row.layers,
@@ -477,6 +491,7 @@ def _collective_json(row: Collective) -> dict[str, Any]:
         "bytes": row.bytes.value,
         "sent_bytes": row.sent.value,
         "received_bytes": row.received.value,
+        "network_bytes": row.crossing(gpus),
         "formula": row.bytes.formula,
         "source": row.source,
     }

@@ -56,7 +56,10 @@ def bound(
     """
     peak = hardware.fp8_flops if weights == "fp8" else hardware.bf16_flops
     speed = hardware.bandwidth
-    sent = sum(times * row.total_busiest for times, row in collectives)
+    slow = [(times, row) for times, row in collectives if row.by_network(hardware)]
+    on_link = sum(times * row.total_busiest for times, row in collectives)
+    on_link -= sum(times * row.total_busiest for times, row in slow)
+    on_network = sum(times * row.count * row.crossing(hardware.gpus) for times, row in slow)
     launches = sum(times * row.count for times, row in collectives)
     sheet = Sheet(
         {
@@ -64,9 +67,11 @@ def bound(
             "flops": flops,
             "bandwidth": speed.best_known,
             "peak": peak.best_known,
-            "sent": sent,
+            "on_link": on_link,
+            "on_network": on_network,
             "launches": launches,
             "link": hardware.link.best_known,
+            "network": hardware.network.best_known,
             "latency": hardware.launch_latency.best_known,
         }
     )
@@ -83,10 +88,11 @@ def bound(
         ),
         sheet.figure(
             "communication_ms",
-            "(sent / link + launches * latency) * 1000",
+            "(on_link / link + on_network / network + launches * latency) * 1000",
             "ms",
             "collectives, not overlapped",
-            f"{hardware.link.origin}: {hardware.link.source}; launch latency: "
+            f"{hardware.link.origin}: {hardware.link.source}; network: {hardware.network.source}; "
+            "each collective at the slower of both; launch latency: "
             f"{hardware.launch_latency.source}",
         ),
     )

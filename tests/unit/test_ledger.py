@@ -324,7 +324,9 @@ def test_one_prompt_is_dispatched_by_one_rank(config: Glm53Config) -> None:
     assert dispatch.received.value == pytest.approx((values + scales) / 8)
     assert combine.sent.value == pytest.approx(2 * values / 8)
     assert combine.received.value == combine.busiest == pytest.approx(2 * values * 7 / 8)
-    assert combine.milliseconds(450e9, 0) == pytest.approx(75 * combine.received.value / 450e6)
+    assert combine.milliseconds(hardware.load("h200")) == pytest.approx(
+        75 * (combine.received.value / 450e6 + 0.005)
+    )
     decode = account(config, "dp8-deepep").decode.passes[0].collectives
     even = next(row for row in decode if row.kind == "dispatch")
     assert even.sent.value == even.received.value == even.bytes.value / 8 * 7 / 8
@@ -359,6 +361,29 @@ def test_uneven_rows_are_padded_or_summed(config: Glm53Config) -> None:
     assert message((4, 4, 4, 4, 4, 4, 4, 1)) == ("all-reduce", 29)
     assert message((4, 3, 3, 3, 3, 0, 0, 0)) == ("all-gather", 32)
     assert message((4, 1, 0, 0, 0, 0, 0, 0)) == ("all-reduce", 5)
+
+
+def test_what_crosses_machines_takes_the_network(
+    config: Glm53Config, h200: hardware.Hardware
+) -> None:
+    """Sixteen ranks are two machines of eight; a ring leaves each over its eight ports."""
+    one = account(config, Topology(tp=16, ep=16), batch=32)
+    reduce = next(row for _, _, row in one.decode.collectives if row.where == "FFN output")
+    sent = 2 * 15 / 16 * 32 * 6144 * 2
+    assert reduce.busiest == pytest.approx(sent)
+    assert reduce.crossing(8) == pytest.approx(sent / 8)
+    assert reduce.milliseconds(h200) == pytest.approx(78 * (sent / 8 / 50e6 + 0.005))
+    total = sum(times * row.milliseconds(h200) for times, _, row in one.decode.collectives)
+    assert one.decode.bound.communication.value == pytest.approx(total)
+    spread = Topology(tp=16, ep=16, dp=16, a2a="deepep")
+    rows = account(config, spread, batch=64).decode.passes[0].collectives
+    dispatch = next(row for row in rows if row.kind == "dispatch")
+    assert dispatch.crossing(8) == pytest.approx(dispatch.busiest * 8 / 15)
+    assert dispatch.milliseconds(h200) == pytest.approx(75 * (dispatch.crossing(8) / 50e6 + 0.005))
+    # Inside one machine nothing crosses.
+    assert all(row.crossing(8) == 0 for _, _, row in account(config, "tp8").decode.collectives)
+    groups = account(config, Topology(tp=16, ep=16, dp=2)).decode.passes[0].collectives
+    assert {row.group: bool(row.crossing(8)) for row in groups} == {"attn_tp": False, "tp": True}
 
 
 def test_one_rank_sends_nothing(config: Glm53Config) -> None:
