@@ -52,16 +52,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     def number(name: str, text: str) -> None:
         value = getattr(default, name)
         parser.add_argument(
-            f"--{name}", type=int, metavar="N", help=f"{text} (default: {value}, if it fits)"
+            f"--{name}", type=int, metavar="N", help=text.replace("DEFAULT", f"default: {value}")
         )
 
-    number("batch", "requests of the whole deployment")
-    number("context", "tokens that each has in the cache")
-    number("prompt", "tokens of the prompt whose prefill is counted")
-    number("chunk", "tokens of one prefill pass")
+    number("batch", "requests of the whole deployment (default: what fits, at most 32)")
+    number("context", "tokens that each has in the cache (DEFAULT or the model's longest)")
+    number("prompt", "tokens of the prompt whose prefill is counted (DEFAULT or the longest)")
+    number(
+        "chunk",
+        "tokens of one prefill pass of one attention group (DEFAULT); SGLang's "
+        "--chunked-prefill-size is this times the groups (dp)",
+    )
     parser.add_argument("--mtp", metavar="S-1-T", help="draft steps and verified tokens: 5-1-6")
     parser.add_argument(
-        "--accept", type=float, metavar="X", help="tokens that a step with MTP yields (default: 1)"
+        "--accept",
+        type=float,
+        metavar="X",
+        help="tokens that a step with MTP yields, as measured; without it no tokens/s are told",
     )
     parser.add_argument(
         "--routing",
@@ -112,14 +119,19 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.mem_fraction < 1:
         raise Glm53Error(f"--mem-fraction is {args.mem_fraction:g}; give a number between 0 and 1")
 
-    def account(text: str | None) -> Account:
+    def account(text: str | None, batch: int | None = None) -> Account:
         topology = topology_of(args, text, quantised)
-        return Account(config, topology, workload, hardware, args.mem_fraction)
+        one = Account(config, topology, workload, hardware, args.mem_fraction)
+        if args.batch is not None:
+            return one
+        batch = batch or max(1, min(workload.batch, int(one.capacity["concurrent"])))
+        return replace(one, workload=replace(workload, batch=batch))
 
     if args.compare:
         if args.topology:
             raise Glm53Error("--compare takes both topologies; leave the first word out")
-        pair = [account(text) for text in args.compare]
+        batch = min(account(text).workload.batch for text in args.compare)
+        pair = [account(text, batch) for text in args.compare]
         if args.json:
             _write_json([report.to_json(each) for each in pair], args.json)
         if args.html or args.png or args.explain:
@@ -203,7 +215,7 @@ def workload_of(args: argparse.Namespace, config: Glm53Config) -> Workload:
         **{**shape, **given},
         steps=steps,
         tokens=tokens,
-        accept=1.0 if args.accept is None else args.accept,
+        accept=args.accept,
         routing=args.routing,
     )
 

@@ -43,13 +43,14 @@ class Step:
 
     Attributes:
         passes: in order.
-        bytes_read: of a rank, by part. bound: its time. tokens: that a request gets out of it.
+        bytes_read: of a rank, by part. bound: its time. tokens: that a request gets out
+            of it; None where no accept length was given.
     """
 
     passes: list[PassAccount]
     bytes_by: dict[str, Number]
     bound: roofline.Bound
-    tokens: float
+    tokens: float | None
 
     @property
     def bytes_read(self) -> Number:
@@ -136,6 +137,11 @@ class Account:
         return loading.loaded(
             self.config, self.topology, mtp=self.workload.drafts, dummy=self.dummy
         )
+
+    @property
+    def fits(self) -> bool:
+        """Whether the batch fits into the cache, all requests at this context."""
+        return self.workload.batch <= self.capacity["concurrent"]
 
     @cached_property
     def beside(self) -> Sheet:
@@ -246,11 +252,13 @@ class Account:
                 "collective_bytes": step.collective_bytes,
                 "busiest_bytes": step.busiest_bytes,
                 "batch": self.workload.batch,
-                "accept": step.tokens,
                 "bound_ms": step.bound.bound_ms,
                 "communication_ms": step.bound.communication.value,
             }
         )
+        if step.tokens is None:  # an accept length must be measured; none is assumed
+            return Sheet({})
+        sheet = Sheet({"accept": step.tokens}, sheet)
         sheet.add(
             "collective_bytes_per_token",
             "collective_bytes / (batch * accept)",
@@ -261,13 +269,13 @@ class Account:
             "tokens_per_second",
             "batch * accept / bound_ms * 1000",
             "tokens/s",
-            "tokens a second at the bound, all ranks, collectives hidden",
+            "tokens a second at the bound, all ranks, collectives hidden; decode only",
         )
         sheet.add(
             "tokens_per_second_exposed",
             "batch * accept / (bound_ms + communication_ms) * 1000",
             "tokens/s",
-            "the same with no collective hidden",
+            "the same with no collective hidden; decode only",
         )
         return sheet
 
@@ -334,7 +342,7 @@ class Account:
                 total += layer("dense" if dense else "full" if full else "shared")
         return total
 
-    def _step(self, passes: list[PassAccount], *, tokens: float) -> Step:
+    def _step(self, passes: list[PassAccount], *, tokens: float | None) -> Step:
         by: dict[str, Number] = {}
         for each in passes:
             for name, figure in each.reads.figures.items() if each.reads else ():

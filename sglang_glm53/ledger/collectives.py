@@ -22,7 +22,7 @@ prefill's combine a rank sends little and one receives nearly all. The larger of
 takes the time.
 
 DeepEP's low-latency mode (decode, verify, draft) sends a row once for each of its experts. Its
-normal mode (prefill) sends it once for each rank that has one of them, and gets it back summed there:
+normal mode (prefill) sends it once for each rank that has one of them, and gets it back summed:
 ep (1 - (1 - 1 / ep) ** top_k) times, 5.25 on eight ranks, if the router chooses uniformly.
 """
 

@@ -82,7 +82,8 @@ def _what(account: Account) -> Table:
     config = account.config
     attention = f"{config.num_attention_heads // topology.attn_tp} of {config.num_attention_heads}"
     experts = f"{config.n_routed_experts // topology.ep} of {config.n_routed_experts}"
-    mtp = f"{work.steps}-1-{work.tokens}, accept length {work.accept:g}" if work.drafts else "off"
+    known = "not given" if work.accept is None else f"{work.accept:g}"
+    mtp = f"{work.steps}-1-{work.tokens}, accept length {known}" if work.drafts else "off"
     rows = [
         ("topology", topology.name),
         ("ranks; attention groups x ranks", f"{topology.tp}; {topology.dp} x {topology.attn_tp}"),
@@ -173,11 +174,15 @@ def _bound(account: Account) -> Table:
             + ("; between machines the network" if account.topology.tp > hardware.gpus else ""),
         ),
     ]
+    origin = "all ranks, at the bound; decode only, without prefill"
+    if not account.fits:
+        origin += f"; {_misfit(account)}"
     for name, text in (
         ("tokens_per_second", "tokens a second, collectives hidden"),
         ("tokens_per_second_exposed", "tokens a second, none hidden"),
     ):
-        rows.append((text, f"{account.totals[name]:,.0f}", "all ranks, at the bound"))
+        if name in account.totals.figures:
+            rows.append((text, f"{account.totals[name]:,.0f}", origin))
     if account.break_even is not None:
         rows.append(
             (
@@ -186,7 +191,17 @@ def _bound(account: Account) -> Table:
                 f"against a decode step of {units.milliseconds(account.decode.bound.bound_ms)}",
             )
         )
-    return Table(f"Bound of a {_step_name(account)}", ("", "value", "from"), rows)
+    note = ""
+    if account.step.tokens is None:
+        note = "no tokens a second: what a step with MTP yields must be measured; give --accept"
+        note += "" if account.fits else f". {_misfit(account)}"
+    return Table(f"Bound of a {_step_name(account)}", ("", "value", "from"), rows, note)
+
+
+def _misfit(account: Account) -> str:
+    """That the batch does not fit, in words."""
+    work, fits = account.workload, account.capacity["concurrent"]
+    return f"{work.batch:,} requests of {work.context:,} tokens DO NOT FIT: {fits:,} do"
 
 
 COLLECTIVE_HEAD = (
@@ -201,10 +216,11 @@ def _collectives(account: Account) -> Table:
         _collective(account, f"{times} x {each.kind}", times, row)
         for times, each, row in step.collectives
     ]
+    figure = account.totals.figures.get("collective_bytes_per_token")
+    each = f"; for a generated token {units.size(figure.value)}" if figure else ""
     note = (
         f"in a step: {step.collective_count} collectives, {units.size(step.collective_bytes)}; "
-        f"one way through the busiest rank {units.size(step.busiest_bytes)}; for a generated token "
-        f"{units.size(account.totals['collective_bytes_per_token'])}. "
+        f"one way through the busiest rank {units.size(step.busiest_bytes)}{each}. "
         "time: the link's and a launch latency each, one after another"
     ) + _crossing_note(account, [(times, row) for times, _, row in step.collectives])
     return Table(f"Collectives of a {_step_name(account)}", COLLECTIVE_HEAD, rows, note)
@@ -302,8 +318,15 @@ def _prefill(account: Account) -> Table:
     bound = account.prefill_bound
     flops = sum(each.flops for each in passes)
     note = (
-        f"{len(passes)} pass{'es' if len(passes) > 1 else ''} of at most {work.chunk:,} tokens, "
-        f"{units.flops(flops)} a rank; bound {units.milliseconds(bound.bound_ms)} by {bound.limit}"
+        f"{len(passes)} pass{'es' if len(passes) > 1 else ''} of at most {work.chunk:,} tokens"
+        + (
+            f" of an attention group (--chunked-prefill-size {work.chunk * groups}: SGLang divides "
+            f"it by the {groups} groups), "
+            if (groups := account.topology.dp) > 1
+            else f" (--chunked-prefill-size {work.chunk}), "
+        )
+        + f"{units.flops(flops)} a rank; "
+        f"bound {units.milliseconds(bound.bound_ms)} by {bound.limit}"
     ) + _crossing_note(account, [(1, row) for each in passes for row in each.collectives])
     head = ("where", "layers", "kind", "group", "count", "bytes", "busiest rank, one way", "time")
     if not rows:
@@ -312,12 +335,7 @@ def _prefill(account: Account) -> Table:
 
 
 def _capacity(account: Account) -> Table:
-    work, fits = account.workload, account.capacity["concurrent"]
-    note = ""
-    if work.batch > fits:
-        note = (
-            f"the {work.batch:,} requests do not fit at {work.context:,} tokens each: {fits:,} do"
-        )
+    note = "" if account.fits else _misfit(account)
     return Table(
         f"What fits at --mem-fraction-static {account.mem_fraction:g}",
         ("", "", "name"),
@@ -366,10 +384,17 @@ def compare(left: Account, right: Account) -> list[Table]:
         ),
         (
             "bytes for a generated token",
-            lambda a: units.size(a.totals["collective_bytes_per_token"]),
+            lambda a: _total(a, "collective_bytes_per_token", units.size),
         ),
-        ("tokens a second, collectives hidden", lambda a: f"{a.totals['tokens_per_second']:,.0f}"),
-        ("tokens a second, none hidden", lambda a: f"{a.totals['tokens_per_second_exposed']:,.0f}"),
+        (
+            "tokens a second of decode, collectives hidden",
+            lambda a: _total(a, "tokens_per_second", _tokens(a)),
+        ),
+        (
+            "tokens a second of decode, none hidden",
+            lambda a: _total(a, "tokens_per_second_exposed", _tokens(a)),
+        ),
+        ("the batch fits", lambda a: "yes" if a.fits else f"NO: {a.capacity['concurrent']:,} do"),
         ("tokens that a rank's cache holds", lambda a: f"{a.capacity['pool_tokens']:,}"),
         ("requests of this context, all ranks", lambda a: f"{a.capacity['concurrent']:,}"),
         ("accept length at which MTP breaks even", _break_even),
@@ -396,6 +421,16 @@ def compare(left: Account, right: Account) -> list[Table]:
             if (table := _collectives(account)).rows
         ),
     ]
+
+
+def _total(account: Account, name: str, form: Callable[[float], str]) -> str:
+    figure = account.totals.figures.get(name)
+    return "-" if figure is None else form(figure.value)
+
+
+def _tokens(account: Account) -> Callable[[float], str]:
+    """How tokens a second are written: marked where the batch does not fit."""
+    return lambda value: f"{value:,.0f}" + ("" if account.fits else " (does not fit)")
 
 
 def _break_even(account: Account) -> str:
@@ -425,7 +460,10 @@ def to_json(account: Account) -> dict[str, Any]:
         "loaded_bytes_per_rank": account.loaded.total,
         "collectives_per_step": step.collective_count,
         "collective_bytes_per_step": step.collective_bytes,
-        "collective_bytes_per_token": account.totals["collective_bytes_per_token"],
+        "collective_bytes_per_token": _total_json(account, "collective_bytes_per_token"),
+        "tokens_per_second": _total_json(account, "tokens_per_second"),
+        "tokens_per_second_exposed": _total_json(account, "tokens_per_second_exposed"),
+        "fits": account.fits,
         "busiest_bytes_per_rank": step.busiest_bytes,
         "step_bytes_per_rank": step.bytes_read,
         "step_flops_per_rank": step.flops,
@@ -459,6 +497,11 @@ def to_json(account: Account) -> dict[str, Any]:
         },
         "figures": [_figure_json(figure) for figure in account.figures()],
     }
+
+
+def _total_json(account: Account, name: str) -> float | None:
+    figure = account.totals.figures.get(name)
+    return None if figure is None else figure.value
 
 
 def _step_json(step: Step, gpus: int) -> dict[str, Any]:

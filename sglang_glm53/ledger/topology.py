@@ -155,7 +155,7 @@ class Workload:
         context: tokens that each has in the cache.
         prompt: tokens of one prompt. chunk: tokens of one prefill pass, at most.
         steps, tokens: draft steps and verified tokens of a step with MTP; 0 and 0 without.
-        accept: tokens that a step with MTP yields; without MTP it is 1.
+        accept: tokens that a step with MTP yields; None: not known. Without MTP it is 1.
         routing: distinct experts of a pass: `even`, tokens are dealt to all experts in turn, or
             `random`, each choice is uniform; the expected number.
         page: tokens of a page.
@@ -167,7 +167,7 @@ class Workload:
     chunk: int = 8192
     steps: int = 0
     tokens: int = 0
-    accept: float = 1.0
+    accept: float | None = None
     routing: str = "even"
     page: int = 64
 
@@ -203,7 +203,7 @@ class Workload:
             )
         if self.tokens and not config.num_nextn_predict_layers:
             raise Glm53Error("the config has no MTP layer (num_nextn_predict_layers is 0)")
-        if not 1 <= self.accept <= max(1, self.tokens):
+        if self.accept is not None and not 1 <= self.accept <= max(1, self.tokens):
             raise Glm53Error(
                 f"accept length {self.accept:g} is not between 1 and {max(1, self.tokens)}, the "
                 "tokens of a step"

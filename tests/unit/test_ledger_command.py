@@ -32,9 +32,11 @@ def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
         "bound of the step",
         "Prefill of 8,192 tokens",
         "--mem-fraction-static 0.85",
-        "32 requests do not fit",
+        "4, 131,072 tokens",
+        "decode only, without prefill",
     ):
         assert expected in out, expected
+    assert "NOT FIT" not in out
     assert max(map(len, out.splitlines())) < 200
 
 
@@ -87,7 +89,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "656 B" in out and "kv_lora + kv_lora // 128 * 4 + rope * 2" in out
     assert "512 + 512 // 128 * 4 + 64 * 2" in out and "kv_cache_configurator.py" in out
-    _, out, _ = run(capsys, "--explain", "logits: all-gather")
+    _, out, _ = run(capsys, "--batch", "32", "--explain", "logits: all-gather")
     assert "32 * 154880 * 2" in out and "logits_processor.py" in out
     _, out, _ = run(capsys, "--explain", "all", "--mtp", "5-1-6")
     assert len(re.findall(r"^  = ", out, re.M)) > 300
@@ -101,6 +103,47 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert "dispatch" in out and "Collectives of a decode step, tp=8\n" in out
     _, out, _ = run(capsys, "--compare", "tp8", "dp8", "--json")
     assert [each["topology"]["dp"] for each in json.loads(out)] == [1, 8]
+
+
+def test_a_batch_that_does_not_fit_says_so_beside_its_throughput(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = run(capsys, "tp8", "--batch", "32")
+    (line,) = (line for line in out.splitlines() if line.startswith("tokens a second, none"))
+    assert "32 requests of 131,072 tokens DO NOT FIT: 4 do" in line
+    _, out, _ = run(capsys, "--compare", "tp8", "dp8-deepep", "--batch", "8")
+    assert re.search(r"the batch fits\s+NO: 4 do\s+yes\n", out)
+    assert re.search(r"of decode, none hidden\s+\d+ \(does not fit\)\s+\d+\n", out)
+    _, out, _ = run(capsys, "tp8", "--batch", "32", "--json")
+    assert json.loads(out)["fits"] is False
+    _, out, _ = run(capsys, "--compare", "tp8", "dp8-deepep", "--json")
+    assert [(each["workload"]["batch"], each["fits"]) for each in json.loads(out)] == [
+        (4, True)
+    ] * 2
+    _, out, _ = run(capsys, "tp8", "--context", "8192", "--json")
+    assert json.loads(out)["workload"]["batch"] == 32 and json.loads(out)["fits"]
+    _, out, _ = run(capsys, "tp1", "--json")  # the weights alone do not fit
+    assert json.loads(out)["workload"]["batch"] == 1 and not json.loads(out)["fits"]
+
+
+def test_mtp_without_an_accept_length_has_no_tokens_a_second(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("dp8-deepep", "--context", "8192", "--mtp", "5-1-6")
+    _, out, _ = run(capsys, *arguments)
+    assert "breaks even" in out and "give --accept" in out and "tokens a second, " not in out
+    _, out, _ = run(capsys, *arguments, "--json")
+    found = json.loads(out)
+    assert found["tokens_per_second"] is None and found["break_even_accept"] > 1
+    _, out, _ = run(capsys, *arguments, "--accept", "3.5", "--json")
+    found = json.loads(out)
+    assert found["tokens_per_second"] == pytest.approx(32 * 3.5 / found["bound_ms"] * 1e3)
+
+
+def test_a_chunk_is_one_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "dp8-deepep", "--chunk", "2048")
+    assert "4 passes of at most 2,048 tokens of an attention group" in out
+    assert "--chunked-prefill-size 16384:" in out
 
 
 def test_another_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
