@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ EPILOG = """\
 examples:
   glm53 recipe list
   glm53 recipe show h200-latency               its command, and all there is to say of it
-  glm53 recipe show h200-pd-nixl --script --address PREFILL=10.0.0.1 --address DECODE=10.0.0.2
-  glm53 recipe check                           every recipe against SGLang's parser and the rules
+  glm53 recipe show h200-pd-nixl --script --role router \\
+      --address PREFILL=10.0.0.1 --address DECODE=10.0.0.2
+  glm53 recipe check                           every recipe against SGLang's parser and the rules;
+                                               about a minute
   glm53 recipe run laptop --with mtp           serve the miniature here
 """
 
@@ -43,14 +46,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
     show = actions.add_parser("show", help="the command, and all there is to say")
     show.add_argument("name", metavar="NAME", help="a recipe, or a YAML file")
-    show.add_argument("--script", action="store_true", help="the commands alone, for a shell")
+    show.add_argument("--script", action="store_true", help="the command alone, for a shell")
     show.add_argument(
         "--sglang", metavar="VERSION", choices=SUPPORTED, help="default: the installed one"
     )
+    _add_machine(show)
     _add_choices(show)
     show.set_defaults(run=run_show)
 
-    check = actions.add_parser("check", help="hold recipes against SGLang's parser and the rules")
+    check = actions.add_parser(
+        "check",
+        help="hold recipes against SGLang's parser and the rules",
+        description="Hold recipes against SGLang's own parser and resolution, and the doctor's "
+        "rules; all of them take about a minute, one some twenty seconds.",
+    )
     check.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     check.add_argument(
         "--sglang",
@@ -67,8 +76,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         epilog="Arguments after `--` go to `sglang serve`, after the recipe's own.",
     )
     run.add_argument("name", metavar="NAME", help="a recipe, or a YAML file")
-    run.add_argument("--role", metavar="ROLE", help="of several servers: prefill, decode, router")
-    run.add_argument("--node", type=int, default=0, metavar="N", help="of several machines, from 0")
+    _add_machine(run)
     _add_choices(run)
     run.set_defaults(run=run_run)
 
@@ -88,9 +96,21 @@ def _splitting(base: type[argparse.ArgumentParser]) -> type[argparse.ArgumentPar
     return Splitting
 
 
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--role", metavar="ROLE", help="of several servers: prefill, decode, router"
+    )
+    parser.add_argument("--node", type=int, metavar="N", help="of several machines, from 0")
+
+
 def _add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--with", dest="options", action="append", default=[], metavar="OPTION", help="see show"
+        "--with",
+        dest="options",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="add a recipe's option, of those that `glm53 recipe show NAME` lists",
     )
     parser.add_argument("--model", metavar="PATH", help="the checkpoint (default: the recipe's)")
     parser.add_argument(
@@ -110,14 +130,14 @@ def run_list(args: argparse.Namespace) -> int:
     if args.json:
         rows = [
             {"name": each.name, "summary": each.summary, "model": each.model,
-             "hardware": show.hardware(each), "verified": bool(each.verified)}
+             "hardware": show.hardware(each), "serves": show.classes(each, _told_version()),
+             "verified": bool(each.verified), "parts": bool(each.parts)}
             for each in recipes
         ]  # fmt: skip
         print(json.dumps(rows, indent=1))
         return 0
-    width = max(len(each.name) for each in recipes)
-    for each in recipes:
-        print(f"{each.name:<{width}}  {each.summary}")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n".join(show.table(recipes, _told_version(), width)))
     return 0
 
 
@@ -131,9 +151,11 @@ def run_show(args: argparse.Namespace) -> int:
             f"recipe {recipe.name} is for SGLang {' and '.join(recipe.sglang)}, not {version}; "
             "name one with --sglang"
         )
-    chosen: dict[str, Any] = {"model": args.model, "addresses": _addresses(args.address)}
+    chosen: dict[str, Any] = {"model": args.model, "addresses": _addresses(args.address, recipe)}
     if args.script:
-        print(show.script(recipe, version, **chosen))
+        print(show.script_of(recipe, version, args.role, args.node, **chosen))
+    elif args.role is not None or args.node is not None:
+        raise Glm53Error("--role and --node are for --script: without it all machines are shown")
     else:
         print(show.text(recipe, version, **chosen))
     return 0
@@ -148,12 +170,13 @@ def run_check(args: argparse.Namespace) -> int:
     version = version_in(args.sglang)
     cases = check.cases(recipes)
     if not args.json and sys.stderr.isatty():
-        print(f"asking SGLang {version}, about a minute for all recipes ...", file=sys.stderr)
+        took = "about a minute for all recipes" if not args.names else "some twenty seconds"
+        print(f"asking SGLang {version}, {took} ...", file=sys.stderr)
     findings = check.check(cases, version, args.sglang)
     if args.json:
         rows = [
             {"recipe": each.case.title, "sglang": version, "status": each.status,
-             "lines": list(each.lines), "says": list(each.says)}
+             "lines": list(each.lines), "says": list(each.says), "notes": list(each.notes)}
             for each in findings
         ]  # fmt: skip
         print(json.dumps(rows, indent=1))
@@ -168,6 +191,8 @@ def _print(findings: list[Any], skipped: int, version: str) -> None:
         print(f"{each.status:<5} {each.case.title:<{width}}".rstrip())
         for line in (*each.lines, *each.says):
             print(f"      {line}")
+        for line in each.notes:
+            print(f"      note: {line}")
     counts = {status: sum(each.status == status for each in findings) for status in
               ("ok", "warn", "fail")}  # fmt: skip
     said = ", ".join(f"{count} {status}" for status, count in counts.items())
@@ -182,19 +207,18 @@ def run_run(args: argparse.Namespace) -> int:
     from sglang_glm53.commands.server_process import sglang_command
     from sglang_glm53.compat import require_supported
     from sglang_glm53.cookbook import show
+    from sglang_glm53.cookbook.command import choose
 
-    recipe, addresses = _recipe(args), _addresses(args.address)
-    if args.role == "router":
-        command = show.commands(recipe, newest(), addresses=addresses)[-1]
-        if command.server is not None:
-            raise Glm53Error(f"recipe {recipe.name} has no router")
+    recipe = _recipe(args)
+    addresses = _addresses(args.address, recipe)
+    # Whether there is such a role and machine, before anything is asked of this one.
+    command = choose(
+        recipe, show.commands(recipe, newest(), addresses=addresses), args.role, args.node
+    )
+    server = command.server
+    if server is None:
         program: list[str] = [sys.executable, *command.program[1:]]
     else:
-        server = recipe.server(args.role)
-        if not 0 <= args.node < server.hardware.nodes:
-            raise Glm53Error(
-                f"recipe {recipe.name} has {server.hardware.nodes} machines; --node counts from 0"
-            )
         program = [*sglang_command(), "serve"]
         recipe_server.require_hardware(recipe, server)
         found = show.commands(
@@ -203,7 +227,7 @@ def run_run(args: argparse.Namespace) -> int:
             model=recipe_server.checkpoint(recipe, args.model),
             addresses=addresses,
         )
-        command = [each for each in found if each.server == server][args.node]
+        command = choose(recipe, found, args.role, args.node)
         if server.hardware.gpu == "cpu":
             command = replace(command, environment={**CPU_ENVIRONMENT, **command.environment})
     command = replace(command, argv=(*command.argv, *args.after))
@@ -234,11 +258,25 @@ def _installed() -> str:
     return version
 
 
-def _addresses(given: list[str]) -> dict[str, str]:
+def _told_version() -> str:
+    """The version that `list` tells of: the installed one where recipes are for it."""
+    version = sglang_version()
+    return version if version in SUPPORTED else newest()
+
+
+def _addresses(given: list[str], recipe: Any) -> dict[str, str]:
+    from sglang_glm53.cookbook.command import placeholders
+
+    there = placeholders(recipe)
     result = {}
     for each in given:
         name, equals, host = each.partition("=")
         if not equals or not name or not host or any(c.isspace() for c in host):
             raise Glm53Error(f"--address {each!r}: write NAME=HOST, as in NODE0=10.0.0.1")
+        if name.upper() not in there:
+            raise Glm53Error(
+                f"--address {each!r}: recipe {recipe.name} asks for "
+                f"{', '.join(there) or 'no address'}"
+            )
         result[name.upper()] = host
     return result

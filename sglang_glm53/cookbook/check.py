@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 
 from sglang_glm53.checks.facts import Facts
@@ -11,7 +13,7 @@ from sglang_glm53.cookbook import expect, resolved, show
 from sglang_glm53.cookbook.command import argv_of, server_commands
 from sglang_glm53.cookbook.devices import Device, device
 from sglang_glm53.cookbook.models import config_of
-from sglang_glm53.cookbook.recipe import Recipe, Server
+from sglang_glm53.cookbook.recipe import Recipe, Server, common_accepts
 from sglang_glm53.cookbook.resolve import Job, Resolution, resolve_all
 from sglang_glm53.ledger import hardware
 
@@ -20,6 +22,11 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 TOLD_ELSEWHERE = "feature-stands-down"
 # Addresses for placeholders: SGLang wants to see one, and contacts nobody while it resolves.
 _ADDRESSES = {"NODE0": "127.0.0.1"}
+# A reason of --max-running-requests that is held against the ledger.
+CLAIM = re.compile(r"about (what|as many as) (the|its) cache holds at 8K in and 1K out")
+CLAIM_WITHIN = 0.1
+# Lived with by every recipe that names no length of its own; a length that is named has to fit.
+_LENGTH = "memory-long-context"
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Finding:
 
     Attributes:
         lines: what is wrong, and what to do.
+        notes: packages that the recipe needs and that are not installed here.
         says: which class serves and what fits, where nothing is told of the recipe yet.
     """
 
@@ -54,6 +62,7 @@ class Finding:
     status: str
     lines: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     resolution: Resolution | None = field(default=None, compare=False)
 
 
@@ -100,11 +109,50 @@ def _finding(case: Case, version: str, resolution: Resolution) -> Finding:
     for status, line in _rules(case, version, resolution):
         (lines if status == FAIL else warnings).append(line)
     if not case.options:
-        lines += _stale(case, version, resolution)
+        lines += _stale(case, version, resolution) + _claims(case, resolution)
     status = FAIL if lines else WARN if warnings else OK
     return Finding(
-        case, version, status, (*lines, *warnings), _says(case, version, resolution), resolution
+        case,
+        version,
+        status,
+        (*lines, *warnings),
+        _says(case, version, resolution),
+        _missing(case.recipe),
+        resolution,
     )
+
+
+def _claims(case: Case, resolution: Resolution) -> list[str]:
+    """Whether --max-running-requests is what the cache holds, where its reason says so."""
+    if not CLAIM.search(case.recipe.why.get("max-running-requests", "")):
+        return []
+    found = expect.expected(case.recipe, case.server, resolved.of(resolution).args)
+    if isinstance(found, str):
+        return []
+    asked, fits = resolution.args["max_running_requests"], found.fits[expect.CONTEXTS[0]]
+    if abs(asked - fits) <= CLAIM_WITHIN * fits:
+        return []
+    return [
+        f"--max-running-requests {asked} is said to be about what the cache holds, and "
+        f"{fits} requests of {expect.CONTEXTS[0]:,} tokens fit; change it or its reason"
+    ]
+
+
+def _missing(recipe: Recipe) -> tuple[str, ...]:
+    """Packages of `needs` that this environment lacks: no fault of the recipe."""
+    return tuple(
+        f"needs {package}, which is not installed here: {why}"
+        for package, why in recipe.needs.items()
+        if not _installed(package)
+    )
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _says(case: Case, version: str, resolution: Resolution) -> tuple[str, ...]:
@@ -136,13 +184,17 @@ def _rules(case: Case, version: str, resolution: Resolution) -> list[tuple[str, 
     from sglang_glm53.checks.engine import run
     from sglang_glm53.checks.rules import RULES
 
+    accepted = dict(case.recipe.accepts)
+    for name, why in common_accepts().items():
+        if name != _LENGTH or "context_length" not in resolution.given:
+            accepted.setdefault(name, why)
     facts = facts_of(case, version, resolution)
     results = run(RULES, facts)
     return [
         (result.status, f"{result.message}; {result.cure} [{result.rule.id}]")
         for result in results
         if result.status in (WARN, FAIL)
-        and result.rule.id not in case.recipe.accepts
+        and result.rule.id not in accepted
         and result.rule.id != TOLD_ELSEWHERE
     ]
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_glm53.compat.flags import Arguments, Value, translate
-from sglang_glm53.cookbook.recipe import MINIATURE, Recipe, Server
+from sglang_glm53.cookbook.recipe import MINIATURE, ROUTER, Recipe, Server
+from sglang_glm53.errors import Glm53Error
 
 SERVER_PORT = 30000
 MASTER_PORT = 20000  # where the ranks of several machines find each other
@@ -85,7 +86,36 @@ def router_command(recipe: Recipe, *, addresses: Mapping[str, str]) -> Command |
         argv += [f"--{server.role}", f"http://{_address(server.role.upper(), addresses)}:{port}"]
         if server.role == "prefill":
             argv.append(str(server.arguments["disaggregation-bootstrap-port"]))
-    return Command("router", ("python", "-m", "sglang_router.launch_router"), tuple(argv), {})
+    return Command(ROUTER, ("python", "-m", "sglang_router.launch_router"), tuple(argv), {})
+
+
+def placeholders(recipe: Recipe) -> tuple[str, ...]:
+    """The addresses that the recipe's commands ask for."""
+    first = ("NODE0",) if any(each.hardware.nodes > 1 for each in recipe.servers) else ()
+    return (*first, *(each.role.upper() for each in recipe.servers if recipe.router))
+
+
+def choose(recipe: Recipe, found: Sequence[Command], role: str | None, node: int | None) -> Command:
+    """The command of one server's machine, or the router's, among all of the deployment.
+
+    Raises:
+        Glm53Error: no such role or machine, or none was named where there are several.
+    """
+    if role == ROUTER:
+        if found[-1].server is not None:
+            raise Glm53Error(f"recipe {recipe.name} has no router")
+        return found[-1]
+    server = recipe.server(role)
+    count = server.hardware.nodes
+    if node is None and count > 1:
+        last = count - 1
+        raise Glm53Error(
+            f"recipe {recipe.name} runs on {count} machines; name one: --node 0 to --node {last}"
+        )
+    if not 0 <= (node or 0) < count:
+        machines = "1 machine" if count == 1 else f"{count} machines"
+        raise Glm53Error(f"recipe {recipe.name} has {machines}; --node counts from 0")
+    return [each for each in found if each.server == server][node or 0]
 
 
 def argv_of(arguments: Mapping[str, Value], version: str) -> list[str]:

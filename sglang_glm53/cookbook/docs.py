@@ -14,7 +14,7 @@ from pathlib import Path
 from sglang_glm53.compat.flags import newest
 from sglang_glm53.cookbook import check, resolved, show
 from sglang_glm53.cookbook.expect import Expected
-from sglang_glm53.cookbook.recipe import Recipe, common_why, load, names
+from sglang_glm53.cookbook.recipe import Recipe, common_accepts, common_why, load, names
 from sglang_glm53.cookbook.resolve import resolve_all
 from sglang_glm53.cookbook.wheel import version_in
 from sglang_glm53.errors import Glm53Error
@@ -37,13 +37,40 @@ Launch commands for GLM-5.3, each held against SGLang's own argument parser and 
 - **What fits** is computed by the [ledger](ledger.md) from the resolved arguments: tokens of an
   attention group's cache beside the weights. The start of the server says the exact number
   (`max_total_num_tokens`).
-- **Verified** says what this project ran, and where. Everything else was **not run here**: its
-  flags are those of the sources, in the spelling that SGLang takes today, and SGLang's own code
-  parses and resolves them.
+- **Verified** says which deployment this project ran, and where; **a part of it was run** names the
+  part. Everything else was **not run here**: SGLang's own code parses and resolves its flags, and
+  no more is known of it.
+- **Source** is where flags were published, **not as there** what a recipe has otherwise, and why.
+  The spelling is what SGLang takes today. --max-running-requests and --cuda-graph-max-bs-decode
+  are often this project's own, to fit the cache; the reason stands beside them.
+- **Needs** names packages besides SGLang. A router is one of them (`sglang-router`).
 - **Published** figures are other people's, on their machines.
 
 `$NODE0`, `$PREFILL` and `$DECODE` stand for addresses: set them in the shell, or give
-`--address NODE0=10.0.0.1`.
+`--address NODE0=10.0.0.1`. Several machines: `glm53 recipe show NAME --script --role ROLE --node N`
+prints the command of one of them.
+
+## Before it is in production
+
+- **Ready**: `/health` answers 200 once the server takes requests, `/health_generate` once it has
+  answered one. `glm53 status http://HOST:30000` says which class serves, and the accept length.
+- **Closed**: the recipes listen on all addresses. Add `--api-key KEY` (`--admin-api-key` for the
+  calls that change the server), or keep the port behind a gateway. Between machines, keep the ports
+  of the ranks and of the cache's transfer inside.
+- **Named**: `--served-model-name NAME` is what clients send as `model`; without it, the path.
+- **Watched**: `--enable-metrics` gives Prometheus' `/metrics`. Alert on an accept length below 1.4
+  after 128 tokens (the draft reads something wrong) and on an accept rate above 0.96 (an answer
+  that repeats itself): Z.ai's report on GLM-5 in production took these as signs of a broken cache.
+  Neither was measured here; a template answer passes 0.96 honestly.
+- **As large as told**: compare `max_total_num_tokens` in the start's log with what
+  `glm53 recipe show` says. Less by a tenth or more: another process has memory of the GPU, or the
+  estimate is wrong there.
+- **On several machines**: name the network with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (the
+  interface's name, on each machine), or ranks may wait on one that does not reach the others.
+- **Back again**: GLM53_SERVE=stock in the server's environment takes SGLang's own class at the next
+  start; `pip uninstall sglang-glm53` takes the package away. Flags and checkpoint stay as they are.
+
+## All of them
 """
 
 
@@ -51,7 +78,9 @@ def build(version: str) -> str:
     """The document's text, with commands in the spelling of `version`."""
     recipes = [load(name) for name in names()]
     shared = "\n".join(["## Flags that mean the same everywhere", *_why(common_why(), without={})])
-    parts = [HEAD, _overview(recipes, version), shared + "\n"]
+    lived = [f"- `{rule}`: {why}." for rule, why in common_accepts().items()]
+    warnings = "\n".join(["## Warnings of `glm53 doctor` that all live with", "", *lived])
+    parts = [HEAD, _overview(recipes, version), shared + "\n", warnings + "\n"]
     parts += [_section(recipe, version) for recipe in recipes]
     return "\n".join(parts)
 
@@ -79,9 +108,8 @@ def _overview(recipes: Sequence[Recipe], version: str) -> str:
             ", ".join(dict.fromkeys(classes)),
             "; ".join(tokens) or "–",
             "; ".join(fits) or "–",
-            "in part" if recipe.verified and recipe.name != "laptop" else "yes" if
-            recipe.verified else "no",
-        )  # fmt: skip
+            show.run_here(recipe),
+        )
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
 
@@ -101,10 +129,16 @@ def _section(recipe: Recipe, version: str) -> str:
             lines.append(f"- **What fits{of}**: {found}.")
         else:
             lines.append(f"- **What fits{of}**: " + "; ".join(show.memory_lines(found)[:3]) + ".")
-            lines.append(f"  `glm53 ledger {show.ledger_arguments(found)}`")
+            if found.exact:
+                lines.append(f"  `{show.ledger_command(found)}`")
+            else:
+                lines.append("  `glm53 ledger` itself has no context parallelism.")
     lines += [f"- **Verified**: {line}." for line in show.verified(recipe)]
+    lines += [f"- **A part of it was run**: {line}." for line in show.parts(recipe)]
+    lines += [f"- **Needs** `{package}`: {why}." for package, why in recipe.needs.items()]
     lines += [f"- **Published**: {row.figure} ({row.source})." for row in recipe.published]
     lines += [f"- **Source**: {source}." for source in recipe.sources]
+    lines += [f"- **Not as there**: {line}." for line in recipe.differs]
     lines += [f"- {note}" for note in recipe.notes]
     for rule, why in recipe.accepts.items():
         lines.append(f"- The warning `{rule}` of `glm53 doctor` is lived with: {why}.")

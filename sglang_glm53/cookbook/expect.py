@@ -28,7 +28,8 @@ class Expected:
         tokens: that the cache of an attention group holds. groups: attention groups.
         fits: by context, requests of the whole server at the same time.
         topology: as `glm53 ledger` takes it. mtp: "5-1-6", or "" without.
-        fraction: --mem-fraction-static.
+        fraction: --mem-fraction-static. gpu: the ledger's name of it.
+        exact: whether `glm53 ledger` gives these figures; it knows no context parallelism.
     """
 
     weights_bytes: int
@@ -40,6 +41,8 @@ class Expected:
     topology: str
     mtp: str
     fraction: float
+    gpu: str
+    exact: bool
 
 
 def expected(recipe: Recipe, server: Server, args: Mapping[str, Any]) -> Expected | str:
@@ -87,6 +90,8 @@ def expected(recipe: Recipe, server: Server, args: Mapping[str, Any]) -> Expecte
         topology=topology.name,
         mtp=f"{steps}-1-{tokens}" if tokens else "",
         fraction=fraction,
+        gpu=server.hardware.gpu,
+        exact=prefill_groups == 1 and not args["max_total_tokens"],
     )
 
 

@@ -16,6 +16,8 @@ from sglang_glm53.resources import data_folder
 MINIATURE = "miniature"  # the model of a recipe that needs no download
 WEIGHTS = ("fp8", "bf16", "nvfp4")
 ALONE = "server"  # the role of a deployment's only server
+ROUTER = "router"  # what stands in front of several servers
+_NEEDS_ROUTER = {"sglang-router": "the router is a package of its own: pip install sglang-router"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,18 @@ class Verified:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A run of a part of a deployment: which part, and where its figures are kept."""
+
+    date: str
+    sglang: str
+    hardware: str
+    command: str
+    part: str
+    result: str
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One deployment.
 
@@ -61,12 +75,15 @@ class Recipe:
         weights: form of the checkpoint's projections.
         sglang: versions of SGLang that it is held against.
         why: for each flag and variable, why it is there.
+        needs: packages besides SGLang, and for what; a router's own is among them.
+        differs: what is not as in the sources, and why.
         router: arguments of the router in front of a prefill and a decode server, else empty.
         options: arguments that a user may add, with their `why`; they are checked too.
         accepts: warnings of `glm53 doctor` that the recipe lives with: rule, and why.
         sources: where the flags were published.
         notes: what to know before it is run.
-        verified: runs of this project; empty where there was none.
+        verified: runs of the deployment itself by this project; empty where there was none.
+        parts: runs of a part of it, as one rank's.
     """
 
     name: str
@@ -76,6 +93,8 @@ class Recipe:
     sglang: tuple[str, ...]
     servers: tuple[Server, ...]
     why: dict[str, str]
+    needs: dict[str, str]
+    differs: tuple[str, ...]
     router: Arguments
     options: dict[str, Arguments]
     accepts: dict[str, str]
@@ -83,6 +102,7 @@ class Recipe:
     notes: tuple[str, ...]
     published: tuple[Published, ...]
     verified: tuple[Verified, ...]
+    parts: tuple[Part, ...]
     path: Path = field(compare=False)
 
     @property
@@ -100,7 +120,8 @@ class Recipe:
         if role is None and len(roles) == 1:
             return self.servers[0]
         if role not in roles:
-            raise Glm53Error(f"recipe {self.name}: name a role, one of {', '.join(roles)} (--role)")
+            there = ", ".join([*roles, ROUTER] if self.router else roles)
+            raise Glm53Error(f"recipe {self.name}: name a role, one of {there} (--role)")
         return self.servers[roles.index(role)]
 
     def with_options(self, names: tuple[str, ...]) -> Recipe:
@@ -146,8 +167,17 @@ def load(name: str) -> Recipe:
 
 def common_why() -> dict[str, str]:
     """Why a flag is there, where it means the same in every recipe."""
+    return _common().named_texts("why")
+
+
+def common_accepts() -> dict[str, str]:
+    """Warnings of `glm53 doctor` that every recipe lives with: rule, and why."""
+    return _common().named_texts("accepts")
+
+
+def _common() -> Fields:
     path = data_folder("recipes") / "common.yaml"
-    return Fields(path, "", read_yaml(path)).named_texts("why")
+    return Fields(path, "", read_yaml(path))
 
 
 def read(path: Path) -> Recipe:
@@ -178,6 +208,9 @@ def read(path: Path) -> Recipe:
         sglang=tuple(content.texts("sglang")),
         servers=tuple(servers),
         why=common_why() | content.named_texts("why"),
+        needs=(_NEEDS_ROUTER if content.content.get("router") else {})
+        | content.named_texts("needs"),
+        differs=tuple(content.texts("differs", needed=False)),
         router=content.arguments("router"),
         options={
             name: Fields(path, f"options.{name}.", {"arguments": value}).arguments()
@@ -188,6 +221,7 @@ def read(path: Path) -> Recipe:
         notes=tuple(content.texts("notes", needed=False)),
         published=tuple(Published(**row) for row in content.rows("published", Published)),
         verified=tuple(Verified(**row) for row in content.rows("verified", Verified)),
+        parts=tuple(Part(**row) for row in content.rows("parts", Part)),
         path=path,
     )
     _check(recipe)
@@ -197,7 +231,7 @@ def read(path: Path) -> Recipe:
 _TOP = (
     *("name", "summary", "model", "weights", "hardware", "sglang", "arguments", "environment"),
     *("why", "servers", "router", "options", "accepts", "sources", "notes", "published"),
-    "verified",
+    *("needs", "differs", "verified", "parts"),
 )
 
 

@@ -96,6 +96,42 @@ def test_rules_fail_warn_or_are_lived_with(verdict) -> None:
     assert verdict(answer, (check.TOLD_ELSEWHERE, "warn")).status == "ok"
 
 
+def test_a_claim_of_what_the_cache_holds_is_held_against_the_ledger(verdict) -> None:
+    answer = told("h200-latency")
+    why = recipe.load("h200-latency").why
+    assert check.CLAIM.search(why["max-running-requests"])
+    more = replace(answer, args={**answer.args, "max_running_requests": 80})
+    (line,) = [line for line in verdict(more).lines if "is said to be" in line]
+    assert "--max-running-requests 80" in line
+    assert "23 requests of 9,216 tokens fit" in line
+    other = {**why, "max-running-requests": "the published value"}
+    assert not any("is said to be" in line for line in verdict(more, why=other).lines)
+    claims = 0
+    for name in recipe.names():
+        one = recipe.load(name)
+        for case in check.cases([one], options=False):
+            kept = resolved.find(one, case.server.role, NEWEST)
+            assert kept is not None
+            assert check._claims(case, replace(answer, args=kept.args)) == [], case.title
+            claims += bool(check.CLAIM.search(one.why["max-running-requests"]))
+    assert claims >= 3
+
+
+def test_a_package_that_is_missing_is_a_note_and_no_fault(verdict) -> None:
+    found = verdict(told("h200-latency"), needs={"no-such-package": "a test", "pyyaml": "there"})
+    assert found.status == "ok"
+    assert found.notes == ("needs no-such-package, which is not installed here: a test",)
+
+
+def test_warnings_that_all_live_with(verdict) -> None:
+    answer = told("h200-latency")
+    for name in recipe.common_accepts():
+        assert verdict(answer, (name, "warn")).status == "ok"
+    # A length that a recipe names has to fit.
+    named = replace(answer, given=frozenset({"context_length"}))
+    assert verdict(named, ("memory-long-context", "warn")).status == "warn"
+
+
 def test_of_a_recipe_of_ones_own_the_check_says_who_serves_and_what_fits(verdict) -> None:
     answer = told("h200-latency")
     assert verdict(answer).says == ()
@@ -109,6 +145,7 @@ def test_accepted_warnings_are_rules() -> None:
     from sglang_glm53.checks.rules import RULES
 
     known = {rule.id for rule in RULES}
+    assert set(recipe.common_accepts()) <= known
     for name in recipe.names():
         assert set(recipe.load(name).accepts) <= known, name
 

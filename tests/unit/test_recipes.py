@@ -69,8 +69,15 @@ def test_a_recipe_meets_its_schema_and_is_honest_about_what_was_run(name: str) -
         assert server.arguments["reasoning-parser"] == "glm45"
     for run in found.verified:
         assert run.sglang in SUPPORTED
-    if name != "laptop":  # nobody has had eight GPUs here
-        assert all("itself was not run here" in run.result for run in found.verified)
+    # Nobody has had eight GPUs here.
+    assert show.run_here(found).startswith("yes" if name == "laptop" else "no")
+    for run in found.parts:
+        assert run.sglang in SUPPORTED
+        assert "itself was not run here" in run.result
+        # The part is named with its layers and the file that has the figures.
+        (file,) = re.findall(r"\((docs/\S+)\)", run.part)
+        assert (docs.TARGET.parents[1] / file).is_file()
+        assert re.search(r"\d+ layers", run.part)
 
 
 def test_mtp_has_the_steps_that_are_published() -> None:
@@ -117,13 +124,20 @@ def test_the_figures_are_the_ledgers(name: str, capsys: pytest.CaptureFixture[st
         if isinstance(found, str):
             assert one.weights == "nvfp4" or server.hardware.gpu == "cpu"
             continue
-        words = show.ledger_arguments(found).split()
-        words += ["--hardware", server.hardware.gpu, "--context", "9216", "--batch", "1", "--json"]
-        assert cli.main(["ledger", *words]) == 0
+        if not found.exact:
+            assert server.arguments["attn-cp-size"] > 1
+            assert "no context parallelism" in show.memory_lines(found)[-1]
+            continue
+        program, *words = show.ledger_command(found).split()
+        assert (program, show.memory_lines(found)[-1]) == (
+            "glm53",
+            f"({' '.join(['glm53', *words])})",
+        )
+        assert cli.main([*words, "--json"]) == 0
         figures = {row["name"]: row["value"] for row in _rows(json.loads(capsys.readouterr().out))}
         assert found.tokens == figures["pool_tokens"]
         assert found.weights_bytes == int(figures["stored_bytes"])
-        assert found.fits[9216] == found.groups * (found.tokens // 9216)
+        assert found.fits[9216] == figures["concurrent"]
 
 
 def _rows(value: object) -> list[dict[str, object]]:
@@ -134,6 +148,41 @@ def _rows(value: object) -> list[dict[str, object]]:
     if isinstance(value, list):
         return [row for each in value for row in _rows(each)]
     return []
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name.endswith("fp8-latency")] + ["h200-latency"]
+)
+def test_what_a_step_with_mtp_costs_is_the_ledgers(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reason of --speculative-num-steps names a command and its figure."""
+    why = recipe.load(name).why["speculative-num-steps"]
+    (words,) = re.findall(r"`glm53 (ledger [^`]+)`", why)
+    assert cli.main([*words.split(), "--json"]) == 0
+    figures = {row["name"]: row["value"] for row in _rows(json.loads(capsys.readouterr().out))}
+    assert f"up to {figures['break_even_accept']:.1f} times" in why
+    slices = json.loads((docs.TARGET.parent / "benchmarks" / "slice.json").read_text())["rows"]
+    ours = {
+        row["work"]: row["ours_ms"] for row in slices if row["batch"] == 1 and row["layers"] == 78
+    }
+    assert f"it took {ours['mtp_step']:.1f} ms against {ours['decode']:.1f}" in why
+
+
+def test_the_longest_context_leaves_room_for_a_wrong_estimate() -> None:
+    one = recipe.load("h200-long-context")
+    found = show.memory(one, one.server(), NEWEST)
+    assert isinstance(found, Expected)
+    assert 0.83 < one.server().arguments["context-length"] / found.tokens < 0.87
+
+
+def test_a_router_is_a_package_of_its_own_and_what_differs_is_told() -> None:
+    for name in NAMES:
+        one = recipe.load(name)
+        assert ("sglang-router" in one.needs) == bool(one.router)
+        assert not one.router or one.differs
+    assert "pip install sglang-router" in show.text(recipe.load("h200-pd-nixl"), NEWEST)
+    assert "--disable-circuit-breaker" in show.text(recipe.load("h200-pd-nixl"), NEWEST)
 
 
 def test_a_million_tokens_need_two_machines() -> None:
@@ -305,7 +354,19 @@ def test_a_folder_without_sglang_gets_one_line(tmp_path: Path) -> None:
 
 def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipe", "list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == NAMES
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["NAME", "HARDWARE", "SERVES", "RUN", "HERE", "FOR"]
+    assert [line.split()[0] for line in lines] == NAMES
+    for width in (60, 80, 120):
+        lines = show.table([recipe.load(name) for name in NAMES], NEWEST, width)
+        assert max(map(len, lines)) <= width
+        assert lines[1 + NAMES.index("laptop")].split()[:5] == [
+            "laptop",
+            "no",
+            "GPU",
+            "ours",
+            "yes",
+        ]
     assert cli.main(["recipe", "list", "--json"]) == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == NAMES
     assert cli.main(["recipe", "show", "h200-latency", "--sglang", NEWEST]) == 0
@@ -327,10 +388,16 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
         (("show", "h200-latancy"), "no recipe 'h200-latancy'; do you mean h200-latency?"),
         (("show", "common"), "no recipe 'common'"),
         (("show", "laptop", "--with", "wings"), "has no option 'wings'"),
-        (("show", "laptop", "--address", "NODE0"), "write NAME=HOST"),
-        (("run", "h200-pd-nixl"), "name a role, one of prefill, decode"),
+        (("show", "h200x2-bf16", "--address", "NODE0"), "write NAME=HOST"),
+        (("show", "laptop", "--address", "NODE0=a"), "recipe laptop asks for no address"),
+        (("show", "h200-pd-nixl", "--address", "PREFIL=a"), "asks for PREFILL, DECODE"),
+        (("show", "h200-pd-nixl", "--script"), "name a role, one of prefill, decode, router"),
+        (("show", "h200x2-bf16", "--script"), "runs on 2 machines; name one: --node 0 to --node 1"),
+        (("show", "h200x2-bf16", "--role", "server"), "--role and --node are for --script"),
+        (("run", "h200-pd-nixl"), "name a role, one of prefill, decode, router (--role)"),
+        (("run", "h200x2-bf16"), "runs on 2 machines; name one: --node 0 to --node 1"),
         (("run", "h200-latency", "--role", "router"), "has no router"),
-        (("run", "h200-latency", "--node", "1"), "has 1 machines; --node counts from 0"),
+        (("run", "h200-latency", "--node", "1"), "has 1 machine; --node counts from 0"),
         (("run", "h200-pd-nixl", "--role", "router"), "needs an address: --address PREFILL=HOST"),
         (("check", "laptop", "--sglang", "/nowhere"), "/nowhere holds no SGLang"),
     ],
@@ -343,6 +410,19 @@ def test_a_wrong_command_gets_one_line(
     err = capsys.readouterr().err
     assert line in err
     assert err.count("\n") == 1
+
+
+def test_a_script_is_for_one_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, chosen in (
+        ("h200x2-bf16", ["--node", "1"]),
+        ("h200-pd-nixl", ["--role", "decode"]),
+        ("h200-pd-nixl", ["--role", "router"]),
+    ):
+        assert cli.main(["recipe", "show", name, "--script", "--sglang", NEWEST, *chosen]) == 0
+        out = capsys.readouterr().out
+        assert len(re.findall(r"^(?:sglang serve|python -m)", out, re.MULTILINE)) == 1
+        assert "#" not in out
+    assert out.startswith("python -m sglang_router.launch_router")
 
 
 def test_run_starts_the_command_with_what_follows_the_dashes(
