@@ -24,7 +24,7 @@ order (tp8,kv=bf16). tp, ep, dp and a2a are SGLang's --tp-size, --ep-size, --att
 
 examples:
   glm53 ledger                                     GLM-5.3 on eight GPUs, tensor parallel
-  glm53 ledger dp8-deepep --batch 256 --context 8192 --mtp 5-1-6 --accept 3.5
+  glm53 ledger dp8-deepep --batch 128 --context 8192 --mtp 5-1-6 --accept 3.5
   glm53 ledger --compare tp8 dp8-deepep            two topologies beside each other
   glm53 ledger --explain kv_bytes_per_token        a figure's formula; `--explain all`: every one
   glm53 ledger tp8 --json - | jq .bound_ms
@@ -47,7 +47,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--dp", type=int, metavar="N", help="attention groups")
     parser.add_argument("--a2a", choices=A2A, help="how tokens reach the experts")
     parser.add_argument("--weights", choices=WEIGHTS, help="form of the projections (default: fp8)")
-    parser.add_argument("--kv", choices=KV, help="form of the cache (default: fp8)")
+    parser.add_argument(
+        "--kv",
+        choices=KV,
+        help="form of the cache (default: fp8; SGLang's: bf16 on Hopper, fp8-raw on Blackwell)",
+    )
 
     def number(name: str, text: str) -> None:
         value = getattr(default, name)

@@ -70,6 +70,7 @@ class Hardware:
         link: to the other GPUs of the machine, one direction, B/s.
         launch_latency: of one collective, seconds.
         network: to other machines, B/s a GPU.
+        auto_kv: form of the cache that SGLang takes without --kv-cache-dtype; "" if not known.
         gpus: that reach each other over `link`; beyond them the network begins.
         before_loading: what of the memory is gone before weights are loaded; an H200's where the
             data file does not say.
@@ -86,7 +87,7 @@ class Hardware:
     network: Rate
     before_loading: Before
     gpus: int = 8
-    gpus: int = 8
+    auto_kv: str = ""
 
 
 def available() -> list[str]:
@@ -121,6 +122,7 @@ def load(name: str) -> Hardware:
         **{rate: _rate(path, rate, content[rate]) for rate in RATES},
         before_loading=_before(path, content),
         gpus=_gpus(path, content),
+        auto_kv=str(content.get("auto_kv", "")),
     )
 
 
@@ -128,13 +130,6 @@ def _gpus(path: Path, content: dict[str, Any]) -> int:
     value = content.get("linked_gpus", 8)
     if not isinstance(value, int) or value < 1:
         raise Glm53Error(f"{path}: linked_gpus is {value!r}; give a number (8)")
-    return value
-
-
-def _gpus(path: Path, content: dict[str, Any]) -> int:
-    value = content.get("gpus_in_a_machine", 8)
-    if not isinstance(value, int) or value < 1:
-        raise Glm53Error(f"{path}: gpus_in_a_machine is {value!r}; give a number (8)")
     return value
 
 

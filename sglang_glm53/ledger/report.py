@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang_glm53.errors import Glm53Error
-from sglang_glm53.ledger import units
+from sglang_glm53.ledger import model, units
 from sglang_glm53.ledger.account import Account, Step
 from sglang_glm53.ledger.collectives import Collective
 from sglang_glm53.ledger.formula import Figure
@@ -89,11 +89,34 @@ def _what(account: Account) -> Table:
         ("ranks; attention groups x ranks", f"{topology.tp}; {topology.dp} x {topology.attn_tp}"),
         ("heads, experts of a rank", f"{attention}, {experts}"),
         ("weights, cache", f"{topology.weights}, {topology.kv}"),
+        *((("", line),) if (line := cache_option(account)) else ()),
         ("requests, context", f"{work.batch:,}, {work.context:,} tokens"),
         ("MTP", mtp),
         ("GPU", account.hardware.title),
     ]
     return Table("What is counted", ("", ""), rows)
+
+
+def cache_option(account: Account) -> str:
+    """What SGLang must be told to keep the cache in this form on this GPU; "" if nothing."""
+    kv, auto = account.topology.kv, account.hardware.auto_kv
+    if not auto or kv == auto or kv == "fp32":
+        return ""
+    if kv == "bf16":
+        return "needs --kv-cache-dtype bfloat16"
+    option = "needs --kv-cache-dtype fp8_e4m3"
+    if auto == "bf16":
+        raw = " and the trtllm or tilelang kernels" if kv == "fp8-raw" else ""
+        return f"{option}{raw}: SGLang's own choice on this GPU is bf16 (kv=bf16)"
+    token, latent = (
+        model.cache(account.config, auto, mtp=account.workload.drafts)[name]
+        for name in ("kv_bytes_per_token", "latent_token")
+    )
+    return (
+        "this is FlashMLA's layout; SGLang's own "
+        f"choice on this GPU is trtllm's FP8 without scales (kv={auto}), {latent} B a token and "
+        f"layer, {token:,} B a token"
+    )
 
 
 PARAMETERS = (
@@ -476,6 +499,7 @@ def to_json(account: Account) -> dict[str, Any]:
         "topology": asdict(account.topology),
         "workload": asdict(account.workload),
         "hardware": account.hardware.name,
+        "kv_note": cache_option(account),
         "mem_fraction": account.mem_fraction,
         "step": _step_json(step, gpus),
         "decode_step": _step_json(account.decode, gpus),

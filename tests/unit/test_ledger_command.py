@@ -140,6 +140,25 @@ def test_mtp_without_an_accept_length_has_no_tokens_a_second(
     assert found["tokens_per_second"] == pytest.approx(32 * 3.5 / found["bound_ms"] * 1e3)
 
 
+@pytest.mark.parametrize(
+    ("kv", "gpu", "says"),
+    [
+        ("fp8", "h200", "needs --kv-cache-dtype fp8_e4m3: SGLang's own choice on this GPU is bf16"),
+        ("bf16", "h200", ""),
+        ("fp8", "b200", "(kv=fp8-raw), 576 B a token and layer, 47,700 B a token"),
+        ("fp8-raw", "b200", ""),
+        ("bf16", "b200", "needs --kv-cache-dtype bfloat16"),
+    ],
+)
+def test_the_option_that_a_form_of_the_cache_needs(
+    capsys: pytest.CaptureFixture[str], kv: str, gpu: str, says: str
+) -> None:
+    _, out, _ = run(capsys, "tp8", "--kv", kv, "--hardware", gpu)
+    assert says in out if says else "needs " not in out
+    _, out, _ = run(capsys, "tp8", "--kv", kv, "--hardware", gpu, "--json")
+    assert says in json.loads(out)["kv_note"]
+
+
 def test_a_chunk_is_one_groups(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "dp8-deepep", "--chunk", "2048")
     assert "4 passes of at most 2,048 tokens of an attention group" in out
