@@ -48,8 +48,9 @@ def test_passes_beside_its_example(rule: Rule) -> None:
 def test_is_skipped_where_a_fact_is_unknown(rule: Rule) -> None:
     said = EXAMPLES[rule.id].bad
     for name in rule.reads:
-        # config follows from raw_config.
-        sources = {"config": "raw_config", "config_problem": "raw_config"}
+        # These follow from raw_config.
+        follow = ("config", "config_problem", "quantization", "precision")
+        sources = dict.fromkeys(follow, "raw_config")
         if name in said or sources.get(name) in said:
             rest = {n: v for n, v in said.items() if n != sources.get(name, name)}
             result = engine.check(rule, Facts.only(**rest))
