@@ -191,10 +191,14 @@ def _print(findings: list[Any], skipped: int, version: str) -> None:
         print(f"{each.status:<5} {each.case.title:<{width}}".rstrip())
         for line in (*each.lines, *each.says):
             print(f"      {line}")
-        for line in each.notes:
-            print(f"      note: {line}")
     counts = {status: sum(each.status == status for each in findings) for status in
               ("ok", "warn", "fail")}  # fmt: skip
+    notes: dict[str, list[str]] = {}
+    for each in findings:
+        for line in each.notes:
+            notes.setdefault(line, []).append(each.case.recipe.name)
+    for line, names in notes.items():
+        print(f"note  {line} ({', '.join(dict.fromkeys(names))})")
     said = ", ".join(f"{count} {status}" for status, count in counts.items())
     print(f"SGLang {version}: {said}" + (f", {skipped} not for it" if skipped else ""))
 
@@ -235,6 +239,8 @@ def run_run(args: argparse.Namespace) -> int:
         if "${" in word:
             name = word.partition("${")[2].partition(":")[0]
             raise Glm53Error(f"recipe {recipe.name} needs an address: --address {name}=HOST")
+    if server is None:
+        recipe_server.require_router()
     print(command.shell(), file=sys.stderr)
     return recipe_server.run(command, program)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -38,6 +39,19 @@ def require_hardware(recipe: Recipe, server: Server) -> None:
         raise Glm53Error(
             f"recipe {recipe.name} needs {needed.gpus} GPUs, and this machine shows {there}; "
             "check CUDA_VISIBLE_DEVICES"
+        )
+
+
+def require_router() -> None:
+    """Refuse to start a router that is not there: it is no part of SGLang.
+
+    Raises:
+        Glm53Error: sglang-router is not installed.
+    """
+    if importlib.util.find_spec("sglang_router") is None:
+        raise Glm53Error(
+            "the router is a package of its own, which is not installed here: "
+            "pip install sglang-router"
         )
 
 

@@ -426,14 +426,19 @@ def test_a_script_is_for_one_machine(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_run_starts_the_command_with_what_follows_the_dashes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = []
     monkeypatch.setattr(
         "sglang_glm53.commands.recipe_server.run", lambda *found: started.append(found) or 0
     )
     words = ["recipe", "run", "h200-pd-nixl", "--role", "router", "--address", "PREFILL=1.1.1.1"]
-    assert cli.main([*words, "--address", "decode=2.2.2.2", "--", "--log-level", "debug"]) == 0
+    words += ["--address", "decode=2.2.2.2", "--", "--log-level", "debug"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(words) == 1
+    assert "pip install sglang-router" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert cli.main(words) == 0
     ((command, program),) = started
     assert program[1:] == ["-m", "sglang_router.launch_router"]
     assert command.argv[-7:-2] == (
