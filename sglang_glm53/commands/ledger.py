@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
                 "--html, --png and --explain are for one topology; leave --compare out"
             )
         if not args.json:
-            print(report.render(report.compare(*pair)))
+            print(report.render(report.compare(*pair), columns()))
         return 0
     one = account(args.topology)
     if args.explain:
@@ -163,8 +164,13 @@ def run(args: argparse.Namespace) -> int:
         if file:
             print(f"{file}: written", file=sys.stderr)
     if not (args.json or args.html or args.png):
-        print(report.render(report.tables(one)))
+        print(report.render(report.tables(one), columns()))
     return 0
+
+
+def columns() -> int | None:
+    """Of the terminal; None where the output is none."""
+    return max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
 
 
 def read_model(path: Path | None) -> tuple[Glm53Config, bool | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,26 +30,26 @@ def tables(account: Account) -> list[Table]:
     """The whole account, in the order in which it is read."""
     found = [
         _what(account),
-        _parameters(account),
-        _cache(account),
-        _stored(account),
-        _step(account),
-        _bound(account),
-        _collectives(account),
-        *(_operators(account, kind) for kind in KINDS),
-        _prefill(account),
         _capacity(account),
+        _bound(account),
+        _step(account),
+        _collectives(account),
+        _prefill(account),
         _beside(account),
+        _stored(account),
+        _cache(account),
+        _parameters(account),
+        *(_operators(account, kind) for kind in KINDS),
     ]
     return [table for table in found if table.rows]
 
 
-def render(found: Iterable[Table]) -> str:
-    """Tables as text."""
-    return "\n\n".join(_render(table) for table in found)
+def render(found: Iterable[Table], width: int | None = None) -> str:
+    """Tables as text; notes are wrapped to `width` columns, rows stay whole."""
+    return "\n\n".join(_render(table, width) for table in found)
 
 
-def _render(table: Table) -> str:
+def _render(table: Table, width: int | None) -> str:
     rows = [table.head, *table.rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(table.head))]
     numeric = [
@@ -57,20 +58,21 @@ def _render(table: Table) -> str:
 
     def line(row: Sequence[str]) -> str:
         cells = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
+            cell.rjust(size) if right else cell.ljust(size)
+            for cell, size, right in zip(row, widths, numeric, strict=True)
         ]
         return "  ".join(cells).rstrip()
 
-    text = [table.title, line(table.head), line(["-" * width for width in widths])]
+    head = [line(table.head)] if any(table.head) else []
+    text = [table.title, *head, line(["-" * each for each in widths])]
     text += [line(row) for row in table.rows]
     if table.note:
-        text.append(table.note)
+        text += textwrap.wrap(table.note, width) if width else [table.note]
     return "\n".join(text)
 
 
 def _is_number(cell: str) -> bool:
-    return not cell or cell[0].isdigit() or cell in ("-",)
+    return not cell or cell.removeprefix("-")[:1].isdigit() or cell == "-"
 
 
 def _figures(found: Iterable[Figure]) -> list[tuple[str, ...]]:

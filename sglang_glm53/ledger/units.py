@@ -31,16 +31,16 @@ def size(value: Number, digits: int = 2) -> str:
 
 def memory(value: Number) -> str:
     """Bytes of a memory: `113.33 GB (105.55 GiB)`."""
-    if value < 2**30:
+    if abs(value) < 2**30:
         return size(value)
     return f"{value / 1e9:.2f} GB ({value / 2**30:.2f} GiB)"
 
 
 def bytes_(value: Number) -> str:
     """Few bytes one by one, many in powers of ten, a memory's also in powers of two."""
-    if value < 1e7 and not value % 1:
+    if abs(value) < 1e7 and not value % 1:
         return f"{int(value):,} B"
-    return memory(value) if value >= 1e9 else size(value)
+    return memory(value) if abs(value) >= 1e9 else size(value)
 
 
 def flops(value: Number) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from sglang_glm53 import cli
 from sglang_glm53.bench.rank_slice import slice_config
+from sglang_glm53.ledger import report
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -157,6 +158,22 @@ def test_the_option_that_a_form_of_the_cache_needs(
     assert says in out if says else "needs " not in out
     _, out, _ = run(capsys, "tp8", "--kv", kv, "--hardware", gpu, "--json")
     assert says in json.loads(out)["kv_note"]
+
+
+def test_what_fits_and_the_bound_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "tp1")
+    titles = [out.index(text) for text in ("What fits", "Bound of", "Collectives", "Operators of")
+              if text in out]  # fmt: skip
+    assert titles == sorted(titles) and out.index("Parameters") < out.index("Operators of")
+    # One rank cannot hold the weights: less than nothing is free, in the unit of the other rows.
+    assert re.search(r"free after loading\s+-\d+\.\d\d GB \(-\d+\.\d\d GiB\)", out)
+
+
+def test_notes_are_wrapped_to_the_terminal() -> None:
+    table = report.Table("t", ("", ""), [("a", "1")], "word " * 40)
+    lines = report.render([table], 50).splitlines()
+    assert max(map(len, lines)) <= 50 and " ".join(lines[3 - 1 :]).count("word") == 40
+    assert report.render([table]).count("\n") == 3
 
 
 def test_a_chunk_is_one_groups(capsys: pytest.CaptureFixture[str]) -> None:
