@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +18,9 @@ import requests
 
 from sglang_glm53.compat.flags import RENAMED
 from sglang_glm53.compat.versions import SUPPORTED, sglang_version
-from sglang_glm53.cookbook import check, recipe
+from sglang_glm53.cookbook import check, docs, recipe
 from sglang_glm53.cookbook.devices import device
-from sglang_glm53.cookbook.resolve import Job, resolve_all
+from sglang_glm53.cookbook.resolve import Job, flag_names, resolve_all
 from sglang_glm53.ledger.glm53 import config_json
 
 from .harness import READY_SECONDS, free_port
@@ -64,6 +65,12 @@ def hold(version: str, sglang: Path | None) -> None:
     caches = {f.case.title: f.resolution.args["kv_cache_dtype"] for f in findings if f.resolution}
     assert caches["h200-latency"] == "bfloat16"
     assert caches["b200-fp8-latency"] == "fp8_e4m3"
+
+
+def test_the_flags_for_production_are_the_installed_parsers() -> None:
+    (section,) = re.findall(r"## Before it is in production\n(.*?)\n## ", docs.HEAD, re.DOTALL)
+    named = set(re.findall(r"`(--[a-z-]+)", section))
+    assert {"--api-key", "--enable-metrics", "--served-model-name"} <= named <= flag_names()
 
 
 def test_every_recipe_passes_on_the_installed_sglang() -> None:
