@@ -133,6 +133,13 @@ def _gpus(path: Path, content: dict[str, Any]) -> int:
     return value
 
 
+def _is_number(value: Any) -> bool:
+    """A number that is finite and that a float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 1e300
+
+
 def _before(path: Path, content: dict[str, Any]) -> Before:
     given = content.get("before_loading")
     if given is None:
@@ -143,7 +150,7 @@ def _before(path: Path, content: dict[str, Any]) -> Before:
             other.before_loading, source=f"as on {other.title}: {other.before_loading.source}"
         )
     if not isinstance(given, dict) or not all(
-        isinstance(given.get(key), int | float) and given[key] >= 0 for key in ("alone", "together")
+        _is_number(given.get(key)) and given[key] >= 0 for key in ("alone", "together")
     ):
         raise Glm53Error(
             f"{path}: before_loading needs the numbers alone and together, in bytes (0.72e+9)"
@@ -156,8 +163,8 @@ def _before(path: Path, content: dict[str, Any]) -> Before:
 def _rate(path: Path, name: str, content: dict[str, Any]) -> Rate:
     values = {key: content.get(key) for key in ("datasheet", "measured")}
     for key, value in values.items():
-        if value is not None and (not isinstance(value, int | float) or value < 0):
-            raise Glm53Error(f"{path}: {name}.{key} is {value!r}; give a number (1.0e+12)")
+        if value is not None and not (_is_number(value) and value > 0):
+            raise Glm53Error(f"{path}: {name}.{key} is {value!r:.60}; give a number above 0 (1.0e+12)")
     if values["datasheet"] is None:
         raise Glm53Error(f"{path}: {name}.datasheet is missing")
     measured = values["measured"]

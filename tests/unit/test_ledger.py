@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sglang_glm53.bench import step_bytes
 from sglang_glm53.bench.rank_slice import slice_config
@@ -438,6 +439,22 @@ def test_the_draft_takes_room_while_the_cache_is_sized(config: Glm53Config) -> N
     beside = drafts.stored["stored_while_sizing"] - drafts.stored["stored_bytes"]
     assert beside == head + head / 8  # the embedding is whole there, lm_head split over eight
     assert drafts.capacity["pool_tokens"] < plain.capacity["pool_tokens"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), -1, True, "x", 10**400],
+    ids=["nan", "inf", "negative", "bool", "word", "huge"],
+)
+@pytest.mark.parametrize("field", ["bandwidth", "before_loading"])
+def test_a_rate_that_is_none_is_one_line(tmp_path: Path, field: str, value: object) -> None:
+    content = yaml.safe_load((hardware.FOLDER / "h200.yaml").read_text())
+    content[field]["measured" if field == "bandwidth" else "alone"] = value
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(Glm53Error, match="give a number|needs the numbers") as told:
+        hardware.load(str(path))
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("name", hardware.available())
