@@ -164,7 +164,9 @@ def _rate(path: Path, name: str, content: dict[str, Any]) -> Rate:
     values = {key: content.get(key) for key in ("datasheet", "measured")}
     for key, value in values.items():
         if value is not None and not (_is_number(value) and value > 0):
-            raise Glm53Error(f"{path}: {name}.{key} is {value!r:.60}; give a number above 0 (1.0e+12)")
+            raise Glm53Error(
+                f"{path}: {name}.{key} is {value!r:.60}; give a number above 0 (1.0e+12)"
+            )
     if values["datasheet"] is None:
         raise Glm53Error(f"{path}: {name}.datasheet is missing")
     measured = values["measured"]
