@@ -24,6 +24,7 @@ from sglang_glm53.kernels.fp8 import (
     group_scales,
     quantise_groups,
 )
+from sglang_glm53.kernels.quantise import to_fp8
 from sglang_glm53.memory.quantise import FP8_MAX
 
 ROWS = 16  # tokens of one program: the least that a matrix instruction takes
@@ -182,9 +183,7 @@ def _unfold_values(
         total += tl.dot(latents, block.to(latents.dtype)) * scale[None, :]
     # Rounded as the unfused chain hands it on.
     value = total.to(attended.dtype.element_ty).to(tl.float32)
-    amax = tl.maximum(tl.max(tl.abs(value), axis=1), SMALLEST_AMAX)
-    scale = amax / LARGEST
-    value = tl.minimum(tl.maximum(value * (1.0 / scale)[:, None], -LARGEST), LARGEST)
+    value, scale = to_fp8(value, 1, SMALLEST_AMAX, LARGEST)
     place = wide[:, None] * (HEADS * V) + head * V + part * COLUMNS + inner[None, :]
     tl.store(fp8 + place, value.to(fp8.dtype.element_ty), mask=there)
     group = head * (V // COLUMNS) + part

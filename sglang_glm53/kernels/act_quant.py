@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang_glm53.kernels.fp8 import GROUP, SMALLEST, group_scales, quantise_groups
+from sglang_glm53.kernels.quantise import to_fp8
 from sglang_glm53.memory.quantise import FP8_MAX
 
 
@@ -37,9 +38,7 @@ def _silu_mul_quant(
     value = gate / (1.0 + tl.exp(-gate)) * up
     # Rounded as the unfused chain hands it on.
     value = value.to(gate_up.dtype.element_ty).to(tl.float32)
-    amax = tl.maximum(tl.max(tl.abs(value), axis=1), SMALLEST_AMAX)
-    scale = amax / LARGEST
-    value = tl.minimum(tl.maximum(value * (1.0 / scale)[:, None], -LARGEST), LARGEST)
+    value, scale = to_fp8(value, 1, SMALLEST_AMAX, LARGEST)
     tl.store(fp8 + row * WIDTH + at, value.to(fp8.dtype.element_ty), mask=inside)
     place = scales + row * scale_row + group * scale_group
     tl.store(place, scale, mask=group * GROUP_SIZE < WIDTH)

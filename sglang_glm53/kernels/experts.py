@@ -25,6 +25,7 @@ from sglang_glm53.kernels.fp8 import (
     dequantise_groups,
     quantise_groups,
 )
+from sglang_glm53.kernels.quantise import to_fp8
 from sglang_glm53.memory.quantise import FP8_MAX
 
 
@@ -83,8 +84,7 @@ def _gate_up(
         gate = gate.to(tl.bfloat16).to(tl.float32)
         up = up.to(tl.bfloat16).to(tl.float32)
         value = (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16).to(tl.float32)
-        scale = tl.maximum(tl.max(tl.abs(value), axis=0), SMALLEST_AMAX) / LARGEST
-        value = tl.minimum(tl.maximum(value * (1.0 / scale)[None, :], -LARGEST), LARGEST)
+        value, scale = to_fp8(value, 0, SMALLEST_AMAX, LARGEST)
         pair = token * CHOICES + choice - 1
         wanted = choice > 0
         tl.store(

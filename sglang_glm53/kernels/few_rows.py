@@ -25,6 +25,7 @@ from sglang_glm53.kernels.fp8 import (
     group_scales,
     quantise_groups,
 )
+from sglang_glm53.kernels.quantise import to_fp8
 from sglang_glm53.memory.quantise import FP8_MAX
 
 
@@ -111,8 +112,7 @@ def _few_rows(
             gate = total.to(tl.bfloat16).to(tl.float32)
             up = up.to(tl.bfloat16).to(tl.float32)
             value = (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16).to(tl.float32)
-            scale = tl.maximum(tl.max(tl.abs(value), axis=0), SMALLEST_AMAX) / LARGEST
-            value = tl.minimum(tl.maximum(value * (1.0 / scale)[None, :], -LARGEST), LARGEST)
+            value, scale = to_fp8(value, 0, SMALLEST_AMAX, LARGEST)
             tl.store(place, value.to(output.dtype.element_ty), mask=there)
             tl.store(output_scale + tile * output_scale_stride + token, scale, mask=token < rows)
         else:

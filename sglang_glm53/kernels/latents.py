@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from sglang_glm53.kernels.fp8 import GROUP, SMALLEST, group_scales, quantise_groups
+from sglang_glm53.kernels.quantise import to_fp8
 from sglang_glm53.memory.quantise import FP8_MAX, quantise_latents
 
 PAGE = 64
@@ -61,9 +62,7 @@ def _latents(
         mean = tl.sum(tl.sum(value * value, axis=1), axis=0) / Q
         gain = tl.load(q_weight + at, mask=inside, other=0.0).to(tl.float32)
         value = (value * tl.rsqrt(mean + eps) * gain).to(joined.dtype.element_ty).to(tl.float32)
-        amax = tl.maximum(tl.max(tl.abs(value), axis=1), SMALLEST_AMAX)
-        scale = amax / LARGEST
-        value = tl.minimum(tl.maximum(value * (1.0 / scale)[:, None], -LARGEST), LARGEST)
+        value, scale = to_fp8(value, 1, SMALLEST_AMAX, LARGEST)
         tl.store(q_fp8 + row * Q + at, value.to(q_fp8.dtype.element_ty), mask=inside)
         tl.store(q_scales + group * scale_stride + row, scale, mask=group * GROUP_SIZE < Q)
     else:

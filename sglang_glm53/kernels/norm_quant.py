@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from sglang_glm53.kernels.fp8 import GROUP, SMALLEST, group_scales, quantise_groups
+from sglang_glm53.kernels.quantise import to_fp8
 from sglang_glm53.memory.quantise import FP8_MAX
 
 
@@ -66,11 +67,7 @@ def _add_norm_quant(
     normed = (value * tl.rsqrt(mean + eps) * gain).to(x.dtype.element_ty)
     if WRITES_BF16:
         tl.store(bf16 + row * WIDTH + at, normed, mask=inside)
-    normed = normed.to(tl.float32)
-    amax = tl.maximum(tl.max(tl.abs(normed), axis=1), SMALLEST_AMAX)
-    scale = amax / LARGEST
-    quantised = normed * (1.0 / scale)[:, None]
-    quantised = tl.minimum(tl.maximum(quantised, -LARGEST), LARGEST)
+    quantised, scale = to_fp8(normed.to(tl.float32), 1, SMALLEST_AMAX, LARGEST)
     tl.store(fp8 + row * WIDTH + at, quantised.to(fp8.dtype.element_ty), mask=inside)
     tl.store(scales + group * scale_stride + row, scale, mask=group * GROUP_SIZE < WIDTH)
 
