@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_glm53.bench.served import OURS, STOCK
+from sglang_glm53.ending import end_with_parent
 from sglang_glm53.errors import PREFIX, Glm53Error
 
 CHILD = (sys.executable, "-m", "sglang_glm53.bench.child")
@@ -100,7 +100,7 @@ def run_job(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
             env=dict(env),
         )
     try:
@@ -177,12 +177,6 @@ def _ended(code: int) -> str:
     if code < 0:
         return f"ended by signal {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
-
-
-def _end_with_parent() -> None:
-    """Runs in the child: have Linux end it when this process ends, even by SIGKILL."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def make_folder(folder: Path) -> Path:

@@ -6,9 +6,7 @@ import argparse
 import hashlib
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from sglang_glm53.commands.server_process import Server, free_port, sglang_comma
 from sglang_glm53.commands.status import table
 from sglang_glm53.commands.talk import SUM, Talk, check, row, say, speed
 from sglang_glm53.compat.versions import GPU_TESTED, sglang_version
+from sglang_glm53.ending import end_as_by_ctrl_c
 from sglang_glm53.errors import Glm53Error
 from sglang_glm53.features import HOPPER
 
@@ -93,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
         keep=args.keep,
         environment=environment,
     )
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, _interrupt)
+    end_as_by_ctrl_c()
     _no_proxy_for(HOST)
     keep = False
     try:
@@ -230,8 +228,3 @@ def _no_proxy_for(host: str) -> None:
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     hosts = [name for name in known.split(",") if name and name != host]
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join([*hosts, host])
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    # They take the way of Ctrl-C, so that the server is stopped.
-    sys.exit(128 + signum)

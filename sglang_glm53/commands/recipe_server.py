@@ -12,9 +12,9 @@ from pathlib import Path
 from sglang_glm53 import miniature
 from sglang_glm53.checks import machine
 from sglang_glm53.commands.demo import tiny_checkpoint
-from sglang_glm53.commands.server_process import end_with_parent
 from sglang_glm53.cookbook.command import Command
 from sglang_glm53.cookbook.recipe import MINIATURE, Recipe, Server
+from sglang_glm53.ending import end_as_by_ctrl_c, end_with_parent
 from sglang_glm53.errors import Glm53Error
 
 STOP_WITHIN = 20.0  # seconds that a server has to end by itself
@@ -77,8 +77,7 @@ def run(command: Command, program: Sequence[str]) -> int:
     Returns:
         The server's exit code; 128 and the signal's number where a signal ended it.
     """
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, _interrupt)
+    end_as_by_ctrl_c()
     process = subprocess.Popen(
         [*program, *command.argv],
         start_new_session=True,
@@ -110,7 +109,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise SystemExit(128 + signum)

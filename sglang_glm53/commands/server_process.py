@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib.util
 import os
 import re
@@ -17,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from sglang_glm53.ending import end_with_parent
 from sglang_glm53.errors import PREFIX, Glm53Error
 
 REPORT_EVERY = 3.0  # seconds between two lines of progress, three times that if nothing is new
@@ -210,12 +209,6 @@ class Server:
         errors = [line for line in lines if re.match(r"\s*[\w.]*(Error|Exception)\b", line)]
         why = (ours or errors or lines or ["it wrote nothing"])[-1]
         return f"{_shorten(why.removeprefix(PREFIX), 300)}; its log: {self.log}"
-
-
-def end_with_parent() -> None:
-    """Runs in the child: have Linux send it SIGTERM when this process ends, even by SIGKILL."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _ended(code: int) -> str:

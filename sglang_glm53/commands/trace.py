@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import Any
 
 from sglang_glm53.bench.slice import check_writable
 from sglang_glm53.commands.ledger import parse_mtp, read_model
+from sglang_glm53.ending import end_as_by_ctrl_c
 from sglang_glm53.errors import Glm53Error
 
 DESCRIPTION = """\
@@ -75,8 +75,7 @@ def run(args: argparse.Namespace) -> int:
         raise Glm53Error("--device cuda: PyTorch sees no GPU here; leave it out to run on the CPU")
     if args.json and args.json != "-":
         check_writable(Path(args.json))  # before minutes of work, not after them
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, _interrupt)
+    end_as_by_ctrl_c()
     if args.model is not None:
         return _run(args, args.model, steps, tokens)
     from sglang_glm53.tiny import make_checkpoint
@@ -128,10 +127,6 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise SystemExit(128 + signum)  # the way of Ctrl-C: processes and folders are cleared away
 
 
 def render(found: Any, name: str) -> str:
