@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from sglang_glm53.commands.stacks import append_stacks
 from sglang_glm53.ending import end_with_parent
 from sglang_glm53.errors import PREFIX, Glm53Error
 
@@ -142,9 +143,12 @@ class Server:
             if self._answers():
                 return seconds
             if seconds > timeout:
+                doing = self.doing()
+                told = append_stacks(self._process.pid, self.log)
                 raise Glm53Error(
-                    f"the server was not ready after {timeout:.0f} s, it was {self.doing()}; "
+                    f"the server was not ready after {timeout:.0f} s, it was {doing}; "
                     f"wait longer with --timeout; its log: {self.log}"
+                    + (" (at the end: what its processes are doing)" if told else "")
                 )
             doing = self.doing()
             pause = 3 * REPORT_EVERY if doing == last else REPORT_EVERY

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -247,8 +248,11 @@ def test_demo_shows_progress_and_gives_up_in_time(with_fake: Demo, capsys: Any) 
     captured = capsys.readouterr()
     assert code == 1
     assert "loading the weights" in captured.out
-    assert "not ready after 2 s" in captured.err and "its log: " in captured.err
+    assert "not ready after 2 s" in captured.err
     wait_until(lambda: not alive(child))
+    if Path(sys.executable).with_name("py-spy").exists():
+        log, told, _ = captured.err.split("its log: ")[1].partition(" (at the end: ")
+        assert told and "(fake_sglang.py:" in Path(log).read_text()
 
 
 def test_demo_ends_a_server_that_ignores_sigterm(with_fake: Demo) -> None:
@@ -460,20 +464,27 @@ def test_what_the_server_does_is_told_in_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [(), ("--mtp", "--fp8")], ids=["plain", "mtp-fp8"])
 def test_demo_on_the_real_server(tmp_path: Path, options: tuple[str, ...]) -> None:
     """The miniature's own answers; within 20 seconds from the moment that the server is up."""
-    demo_process = subprocess.Popen(
-        [*MODULE, "demo", *options],
-        cwd=ROOT,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    came: dict[str, float] = {}
-    lines = []
-    for line in demo_process.stdout:
-        came.setdefault(line.split(" ")[0].strip(), time.monotonic())
-        lines.append(line)
-    assert demo_process.wait(60) == 0, "".join(lines)
+    for again in (False, True):
+        demo_process = subprocess.Popen(
+            [*MODULE, "demo", *options, "--timeout", "200"],
+            cwd=ROOT,
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        came: dict[str, float] = {}
+        lines = []
+        for line in demo_process.stdout:
+            came.setdefault(line.split(" ")[0].strip(), time.monotonic())
+            lines.append(line)
+        code = demo_process.wait(60)
+        if code == 0 or again or "it was warming up with a first request" not in lines[-1]:
+            break
+        # A rare stall of SGLang's start (server/harness.py); its log tells more than its last line.
+        (log,) = (tmp_path / "sglang-glm53").glob("*.log")
+        warnings.warn("started again: " + log.read_text(errors="replace")[-20_000:], stacklevel=1)
+    assert code == 0, "".join(lines)
     out = " ".join("".join(lines).split())
     assert "think>" not in out
     if miniature.shipped():
