@@ -297,16 +297,15 @@ def attend(
 ) -> torch.Tensor:
     """Attention and output projection; mask: [B, S, S] added to the logits, None for causal."""
     scale = attention.scaling
+    width = v.shape[-1]
+    v = F.pad(v, (0, q.shape[-1] - width))  # the fused kernels want values as wide as keys
     if mask is not None:
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale)
     elif window is not None and window < q.shape[2]:
         mixed = local_attention(q, k, v, window, scale)
-    elif q.is_cuda:  # the fused kernel wants values as wide as keys
-        wide = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-        mixed = F.scaled_dot_product_attention(q, k, wide, is_causal=True, scale=scale)
-        mixed = mixed[..., : v.shape[-1]]
     else:
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    mixed = mixed[..., :width]
     return F.linear(mixed.transpose(1, 2).flatten(2), attention.o_proj.weight)
 
 

@@ -52,6 +52,7 @@ class Preset:
         watch: rows a sequence that the indexers learn from.
         draft_steps: tokens ahead in the last phase.
         pool: conversations rendered at the start.
+        compute: dtype of the model's weights; their masters are fp32.
     """
 
     stages: tuple[Stage, ...]
@@ -63,6 +64,7 @@ class Preset:
     watch: int = 48
     draft_steps: int = 5
     pool: int = 24000
+    compute: str = "bfloat16"
 
 
 ALL = (256, 512, 1024, 2048, 4096, 8192)
@@ -96,6 +98,36 @@ SMOKE = Preset(
     watch=8,
     draft_steps=3,
     pool=60,
+    compute="float32",
+)
+
+
+def _small(phase: str, steps: int, contexts: tuple[int, ...], rates: tuple[float, float], **more):
+    """A stage of steps that two cores take in one to three seconds."""
+    return Stage(phase, steps, contexts, rates=rates, **{"tokens": 4096, **more})
+
+
+HIGH = (2e-3, 2e-3)
+
+CPU = Preset(
+    stages=(
+        _small(DENSE, 150, (64, 128), HIGH),
+        _small(DENSE, 60, (128, 256), HIGH),
+        _small(DENSE, 60, (128, 512), HIGH),
+        _small(DENSE, 60, (256, 1024), HIGH),
+        _small(DENSE, 60, (512, 2048), HIGH),
+        _small(DENSE, 40, (512, 2048, 4096), HIGH, tokens=8192),
+        _small(DENSE, 30, (512, 2048, 8192), (1.5e-3, 1.5e-3), tokens=8192),
+        _small(DENSE, 700, (128, 256, 512, 1024), (1.5e-3, 8e-4), window=None),
+        _small(DENSE, 100, (1024, 2048, 4096, 8192), (1e-3, 6e-4), window=None),
+        _small(INDEX, 120, ALL, (2e-3, 1e-3)),
+        _small(SPARSE, 250, (256, 512, 1024, 2048), (6e-4, 2e-4), dense_share=0.2),
+        _small(SPARSE, 40, (1024, 4096, 8192), (2e-4, 5e-5)),
+        _small(DRAFT, 150, (128, 256, 512, 1024), (1e-3, 1e-4)),
+    ),
+    warmup=50,
+    chat=(40, 10),
+    watch=32,
 )
 
 
@@ -111,5 +143,6 @@ PRESETS = {
     "full": FULL,
     "fast": _scaled(FULL, 1.75),
     "slow": _scaled(FULL, 0.5),
+    "cpu": CPU,
     "smoke": SMOKE,
 }

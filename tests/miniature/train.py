@@ -74,7 +74,7 @@ class Trainer:
         self.progress = progress
         self.plan = plan or PRESETS[progress.preset]
         self.device = torch.device(device)
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        dtype = getattr(torch, self.plan.compute)
         self.tasks = Tasks(build_tokenizer())
         # Masters begin in fp32 also where the model computes in bf16.
         model = make_model(progress.seed).to(self.device)
@@ -248,7 +248,7 @@ def main() -> int:
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("train: no CUDA device; use --device cpu --preset smoke", file=sys.stderr)
+        print("train: no CUDA device; use --device cpu --preset cpu", file=sys.stderr)
         return 1
     try:
         if options.resume:
