@@ -70,6 +70,7 @@ def register_all() -> None:
     from sglang_glm53 import guards, host, processes, status
     from sglang_glm53.compat import cpu, torch_attention
     from sglang_glm53.memory import hicache
+    from sglang_glm53.watch import hooks as watch
 
     if _registered:
         return
@@ -95,6 +96,7 @@ def register_all() -> None:
     hicache.install()
     guards.install()
     processes.watch()
+    watch.install()
     status.publish()
 
 

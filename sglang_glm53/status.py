@@ -12,6 +12,7 @@ from typing import Any
 from sglang_glm53 import __version__, catalog, support
 from sglang_glm53.compat import sglang_version
 from sglang_glm53.errors import Glm53Error, degraded
+from sglang_glm53.watch import hooks as watch
 
 KEY = "glm53"
 _SYMBOL = (
@@ -42,6 +43,7 @@ def server_block(scheduler: Any) -> dict[str, Any]:
         layout. pages: how its pages lie, in words. attention: the kernels of SGLang's DSA backend
         by their option names, or None. device, dtype: served. stood_down: [{feature, reason,
         advice}]. error: what GLM53_ON_ERROR=stock let pass, or None.
+        alarms: the watchdog's by kind, those that came (watch/); None where it is off.
     """
     runner = scheduler.tp_worker.model_runner
     draft = _draft_runner(scheduler)
@@ -73,6 +75,7 @@ def server_block(scheduler: Any) -> dict[str, Any]:
             for row in (decision.rows if decision is not None else ())
         ],
         "error": degraded(),
+        "alarms": watch.block(),
     }
 
 

@@ -52,6 +52,8 @@ def table(block: dict[str, Any]) -> str:
             lines.append(f"{label:<18}{shown}")
     for row in block.get("stood_down") or ():
         lines.append(f"{'stood down':<18}{row['feature']}: {row['reason']}; {row['advice']}")
+    for kind, count in (block.get("alarms") or {}).items():
+        lines.append(f"{'alarms':<18}{kind}: {count} (the log has the requests' ids)")
     if block.get("error"):
         lines.append(f"{'error':<18}{block['error']}")
     return "\n".join(lines)
