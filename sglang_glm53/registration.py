@@ -29,6 +29,21 @@ def prepare_process() -> None:
     if cpu.has_no_gpu():
         cpu.prepare()
     guard_architecture()
+    read_chat()
+
+
+def read_chat() -> None:
+    """Parse what GLM-5 says with our parsers, in this process.
+
+    Here and not in `register_all`: SGLang runs no plugin in its extra tokenizer workers.
+    """
+    from sglang_glm53.chat import install
+
+    try:
+        require_supported()
+    except Glm53Error:
+        return  # register_all says so
+    install.install()
 
 
 def guard_architecture() -> None:

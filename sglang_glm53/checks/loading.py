@@ -20,6 +20,7 @@ OUR_VARIABLES: dict[str, tuple[str, ...] | None] = {
     "GLM53_ATTENTION": ("torch",),
     "GLM53_POOL": ("page", "layer"),
     "GLM53_DECODE": ("fused", "unfused"),
+    "GLM53_PARSERS": ("ours", "stock"),
     "GLM53_SELFTEST": ("0", "1"),
     "GLM53_WATCH": None,
     "GLM53_DOCTOR": ("warn", "off"),

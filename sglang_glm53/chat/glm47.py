@@ -1,0 +1,143 @@
+"""SGLang's detector of GLM's tool calls, with our reader of the text (stream.py).
+
+SGLang keeps what it does around it: the grammar that constrains a call, the types of a tool's
+schema, how answers and streams are put together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sglang.srt.entrypoints.openai.protocol import Tool
+from sglang.srt.environ import envs
+from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
+from sglang.srt.function_call.glm47_moe_detector import Glm47MoeDetector, get_argument_type
+from sglang.srt.function_call.utils import get_schema_properties
+
+from sglang_glm53.chat.stream import Arguments, CallReader, CallStart, Event, Text
+from sglang_glm53.chat.values import to_json
+
+_UNIONS = ("anyOf", "oneOf", "allOf", "$ref")
+
+
+class RequestTools:
+    """The request's tools, as the reader asks for them (stream.Tools), in SGLang's types."""
+
+    def __init__(self, tools: list[Tool], detector: Glm47MoeDetector) -> None:
+        self._tools = tools
+        self._detector = detector
+        self._schemas = {tool.function.name: tool.function.parameters or {} for tool in tools or []}
+        self.names = frozenset(name for name in self._schemas if name)
+
+    def is_known(self, name: str) -> bool:
+        return name in self.names or bool(name and envs.SGLANG_FORWARD_UNKNOWN_TOOLS.get())
+
+    def parameters(self, name: str) -> frozenset[str]:
+        return frozenset(get_schema_properties(self._schemas.get(name, {})))
+
+    def is_text(self, name: str, key: str) -> bool:
+        return get_argument_type(name, key, self._tools) == "string"
+
+    def waits(self, name: str) -> bool:
+        schema = self._schemas.get(name, {})
+        return any(schema.get(keyword) for keyword in _UNIONS)
+
+    def read(self, name: str, pairs: list[tuple[str, str]]) -> Mapping[str, Any]:
+        """Types of SGLang's choice; a value that is a string in any case is left as it stands."""
+        written = dict(pairs)
+        try:
+            read = self._detector._parse_argument_pairs(pairs, name, self._tools)
+        except Exception:  # a value that no parser of SGLang's takes, nested too deeply for one
+            return written
+        if not self.waits(name):
+            return read
+        found = {key: value for key, value in read.items() if isinstance(value, str)}
+        return {**read, **{key: written[key] for key in found if self._is_plain(name, key, read)}}
+
+    def _is_plain(self, name: str, key: str, read: Mapping[str, Any]) -> bool:
+        return get_argument_type(name, key, self._tools, dict(read)) == "string"
+
+
+class Glm53ToolDetector(Glm47MoeDetector):
+    """Tool calls of GLM-4.7 to GLM-5.3: no text lost, no broken JSON, streams as whole answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reader: CallReader | None = None
+
+    def detect_and_parse(self, text: str, tools: list[Tool]) -> StreamingParseResult:
+        """A whole answer: its text, and its calls with the index of their tool (-1: unknown)."""
+        reader = CallReader(RequestTools(tools, self))
+        said: list[str] = []
+        calls: list[ToolCallItem] = []
+        indices = self._get_tool_indices(tools)
+        for event in reader.feed(text) + reader.finish():
+            if isinstance(event, Text):
+                said.append(event.text)
+            elif isinstance(event, CallStart):
+                calls.append(
+                    ToolCallItem(
+                        tool_index=indices.get(event.name, -1), name=event.name, parameters=""
+                    )
+                )
+            elif isinstance(event, Arguments):
+                calls[-1].parameters += event.json
+        for call in calls:
+            call.parameters = _without_repeats(call.parameters)
+        return StreamingParseResult(normal_text="".join(said), calls=calls)
+
+    def parse_streaming_increment(self, new_text: str, tools: list[Tool]) -> StreamingParseResult:
+        """Another piece of a stream: the text and the pieces of calls that it settles."""
+        if self._reader is None:
+            self._reader = CallReader(RequestTools(tools, self))
+        return self._streamed(self._reader.feed(new_text))
+
+    def finish(self, tools: list[Tool]) -> StreamingParseResult:
+        """The end of a stream: what was held back; an open call's arguments become valid JSON."""
+        if self._reader is None:
+            return StreamingParseResult()
+        return self._streamed(self._reader.finish())
+
+    def _streamed(self, events: list[Event]) -> StreamingParseResult:
+        """Events as SGLang's items, and the record that its server keeps of them."""
+        said: list[str] = []
+        calls: list[ToolCallItem] = []
+        for event in events:
+            if isinstance(event, Text):
+                said.append(event.text)
+            elif isinstance(event, CallStart):
+                self.current_tool_id += 1
+                # SGLang completes a call's arguments from these two at a stream's end; they are
+                # equal here, for the reader completes them itself.
+                self.prev_tool_call_arr.append({"name": event.name, "arguments": ""})
+                self.streamed_args_for_tool.append("")
+                calls.append(
+                    ToolCallItem(tool_index=self.current_tool_id, name=event.name, parameters="")
+                )
+            elif isinstance(event, Arguments):
+                self.prev_tool_call_arr[-1]["arguments"] += event.json
+                self.streamed_args_for_tool[-1] += event.json
+                last = calls[-1] if calls else None
+                if last is not None and last.name is None:
+                    last.parameters += event.json
+                else:
+                    calls.append(
+                        ToolCallItem(tool_index=self.current_tool_id, parameters=event.json)
+                    )
+        return StreamingParseResult(normal_text="".join(said), calls=calls)
+
+
+def _without_repeats(arguments: str) -> str:
+    """Each key once, with its last value, as every reader of a stream's JSON takes it."""
+    repeated = False
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal repeated
+        found = dict(pairs)
+        repeated |= len(found) < len(pairs)
+        return found
+
+    read = json.loads(arguments, object_pairs_hook=once)
+    return to_json(read, arguments) if repeated else arguments

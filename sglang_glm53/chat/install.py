@@ -1,0 +1,66 @@
+"""Our parsers under SGLang's names for them, in servers of our architecture.
+
+`glm47` (tool calls) and `glm45` (reasoning) are replaced in SGLang's registries when a server of
+GLM-5 builds its chat endpoint, so other models keep SGLang's own; GLM53_PARSERS=stock keeps them
+for GLM-5 too. The thinking budget's token ids are read from the tokenizer in any case.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang_glm53 import catalog, support
+from sglang_glm53.errors import degraded
+
+TOOLS, REASONING = "glm47", "glm45"
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat."
+
+
+def install() -> None:
+    """Set the changes (rows of the catalog)."""
+    from sglang_glm53.chat import budget, serving
+
+    catalog.wrap(_CHAT + "__init__", _with_our_parsers)
+    catalog.wrap(_CHAT + "_get_reasoning_from_request", serving.ask_the_prompt)
+    catalog.wrap(_CHAT + "_process_messages", serving.ask_for_what_it_can)
+    catalog.wrap(_CHAT + "_process_reasoning_stream", serving.tell_how_streams_end)
+    catalog.wrap(_CHAT + "_build_chat_response", serving.tell_how_answers_end)
+    catalog.wrap(budget.PROCESSOR, budget.with_ids_of_the_tokenizer)
+
+
+def wanted() -> bool:
+    """Whether our parsers are to serve (GLM53_PARSERS)."""
+    return os.environ.get("GLM53_PARSERS") != "stock" and degraded() is None
+
+
+def _with_our_parsers(original: Any) -> Any:
+    def __init__(self: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> None:
+        if wanted() and support.is_ours(tokenizer_manager.model_config.hf_config):
+            register()
+        original(self, tokenizer_manager, *args, **kwargs)
+
+    return __init__
+
+
+def register() -> None:
+    """Put our parsers into SGLang's registries (items of two dicts)."""
+    catalog.on_load(
+        "sglang.srt.function_call.function_call_parser:FunctionCallParser.ToolCallParserEnum",
+        _register_tools,
+    )
+    catalog.on_load(
+        "sglang.srt.parser.reasoning_parser:ReasoningParser.DetectorMap", _register_reasoning
+    )
+
+
+def _register_tools(parsers: dict[str, type]) -> None:
+    from sglang_glm53.chat.glm47 import Glm53ToolDetector
+
+    parsers[TOOLS] = Glm53ToolDetector
+
+
+def _register_reasoning(parsers: dict[str, type]) -> None:
+    from sglang_glm53.chat.glm45 import Glm53ReasoningDetector
+
+    parsers[REASONING] = Glm53ReasoningDetector

@@ -1,0 +1,414 @@
+"""Tool calls out of a growing text: one reader for whole answers and for streams.
+
+The grammar is GLM's, `name` being a tool of the request:
+
+    <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>
+
+What is read depends on the text alone and never on how it was cut: a decision is made when the text
+settles it, and until then the characters are held back. The rules, where models leave the grammar:
+
+- `<tool_call>` opens a call when a tool's name and then `<arg_key>` or `</tool_call>` follow, white
+  space allowed; otherwise it is text.
+- Everything between `<arg_value>` and the next `</arg_value>` is the value, other tags included.
+- A call to a tool that the request does not have is text, to its end.
+- Text between arguments is text of the answer, so is a key without a value; the call goes on.
+- A key without its `<arg_key>` is one if the tool has such a parameter.
+- `<tool_call>` between arguments ends a call that was not ended; so does the end of the text.
+- An argument whose value the text's end cuts off is no argument. What a client has of it in a
+  stream is taken back (the key comes again, with null: of two equal keys JSON readers take the
+  last), for half a command is worse than none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sglang_glm53.chat import tags
+from sglang_glm53.chat.values import escaped, to_json
+
+LONGEST_NAME = 128  # characters; OpenAI's limit is 64
+LONGEST_KEY = 256
+# What may be a tool's name: OpenAI's letters, and those that namespaces use.
+_NAME = re.compile(rf"\s*[\w.:/-]{{0,{LONGEST_NAME}}}\s*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallStart:
+    """A call begins; its arguments follow."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The next piece of the open call's arguments, a JSON object in the end."""
+
+    json: str
+
+
+@dataclass(frozen=True)
+class CallEnd:
+    """The open call is complete."""
+
+
+Event = Text | CallStart | Arguments | CallEnd
+
+
+class Tools(Protocol):
+    """What the reader asks of the request's tools."""
+
+    names: frozenset[str]
+
+    def is_known(self, name: str) -> bool:
+        """Whether a call to `name` is one (names holds it, or unknown ones are forwarded)."""
+
+    def parameters(self, name: str) -> frozenset[str]:
+        """The names of the tool's parameters, as far as its schema lists them."""
+
+    def is_text(self, name: str, key: str) -> bool:
+        """Whether the value is a string in any case: it can be passed on while it grows."""
+
+    def waits(self, name: str) -> bool:
+        """Whether one argument's type may depend on another: all are read before any is given."""
+
+    def read(self, name: str, pairs: list[tuple[str, str]]) -> Mapping[str, Any]:
+        """The arguments of (key, text) pairs, in the types of the tool's schema."""
+
+
+class CallReader:
+    """Reads tool calls out of pieces of one answer; see the module for the rules."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._buffer = ""
+        self._events: list[Event] = []
+        self._state = self._in_text
+        self._layout = _Layout()
+        self._name = ""
+        self._is_call = False  # False: the open call is to an unknown tool, and is text
+        self._count = 0  # arguments given of the open call
+        self._pairs: list[tuple[str, str]] = []  # arguments kept until the call ends
+        self._key = ""
+        self._written = ""  # the open argument as the model wrote it
+        self._seen = 0  # of the buffer, characters known to hold no end of the value
+        self._streams = False  # the open value is passed on while it grows
+
+    def feed(self, text: str) -> list[Event]:
+        """What another piece of the answer settles, in order."""
+        self._buffer += text
+        while self._buffer and self._state():
+            pass
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        """What is left, at the end of the answer."""
+        if self._state == self._in_text or self._state == self._in_header:
+            self._say(self._buffer)
+        elif self._state == self._in_value:
+            self._cut_off()
+        elif self._is_call:
+            if self._state == self._between and self._buffer.isspace():
+                self._buffer = ""  # layout before an end that did not come
+            self._say(self._written + self._buffer)
+            self._end_call()
+        else:
+            self._say(self._buffer)
+        self._buffer = self._written = ""
+        self._state = self._in_text
+        self._events.extend(self._layout.finish())
+        return self._taken()
+
+    # --- states: each returns whether to go on with what is left of the buffer -----------------
+
+    def _in_text(self) -> bool:
+        start = self._buffer.find(tags.CALL)
+        if start < 0:
+            self._say(self._take(len(self._buffer) - tags.begun(self._buffer, (tags.CALL,))))
+            return False
+        self._say(self._take(start))
+        self._state = self._in_header
+        return True
+
+    def _in_header(self) -> bool:
+        """The buffer begins with `<tool_call>`."""
+        after = self._buffer[len(tags.CALL) :]
+        end = after.find("<")
+        head = after if end < 0 else after[:end]
+        if not self._may_be_header(head):
+            return self._is_no_call()
+        if end < 0:
+            return False
+        name, rest = head.strip(), after[end:]
+        if tags.may_become(rest, (tags.KEY, tags.KEY_END, tags.CALL_END)):
+            return False
+        split = None
+        if rest.startswith(tags.KEY_END):
+            split = self._name_and_key(head)
+            if split is None:
+                return self._is_no_call()
+            name = split[0]
+        elif not rest.startswith((tags.KEY, tags.CALL_END)):
+            return self._is_no_call()
+        self._is_call = self._tools.is_known(name)
+        if not self._is_call and not (name and _NAME.fullmatch(name)):
+            return self._is_no_call()
+        self._name, self._count, self._pairs = name, 0, []
+        length = len(tags.CALL) + len(head)
+        if split is not None:
+            length -= len(split[1])  # the key is read as the next argument's
+        self._drop(length)
+        if self._is_call:
+            self._events.extend(self._layout.call())
+            self._events.append(CallStart(name))
+        self._state = self._between
+        return True
+
+    def _between(self) -> bool:
+        """In a call, where an argument or the call's end is expected."""
+        start = tags.after_space(self._buffer)
+        rest = self._buffer[start:]
+        if not rest or tags.may_become(rest, (tags.KEY, tags.CALL_END, tags.CALL)):
+            return False
+        if rest.startswith(tags.KEY):
+            self._drop(start)
+            self._written = self._begin_argument(len(tags.KEY))
+            self._state = self._in_key
+        elif rest.startswith(tags.CALL_END):
+            self._drop(start + len(tags.CALL_END))
+            self._end_call()
+            self._state = self._in_text
+        elif rest.startswith(tags.CALL):
+            self._drop(start)
+            self._end_call()
+            self._state = self._in_header
+        else:
+            bare = self._bare_key(rest)
+            if bare is None:
+                return False
+            if bare:
+                self._drop(start)
+                self._written = ""
+                self._state = self._in_key
+            else:
+                self._state = self._astray
+        return True
+
+    def _astray(self) -> bool:
+        """In a call, in text that belongs to no argument."""
+        stops = (tags.KEY, tags.CALL_END, tags.CALL)
+        found = [at for tag in stops if (at := self._buffer.find(tag)) >= 0]
+        if found:
+            self._say(self._take(min(found)))
+            self._state = self._between
+            return True
+        self._say(self._take(len(self._buffer) - tags.begun(self._buffer, stops)))
+        return False
+
+    def _in_key(self) -> bool:
+        tag = tags.first(self._buffer)
+        length = tag.start() if tag else len(self._buffer) - tags.begun(self._buffer)
+        if length <= LONGEST_KEY and tag is None:
+            return False
+        if length > LONGEST_KEY or tag is None or tag.group() not in (tags.KEY_END, tags.VALUE):
+            self._state = self._astray
+            return self._say_written()
+        self._key = self._buffer[:length].strip()
+        # An <arg_value> where </arg_key> should stand: the key ends all the same.
+        taken = length + (len(tags.KEY_END) if tag.group() == tags.KEY_END else 0)
+        self._written += self._begin_argument(taken)
+        self._state = self._after_key
+        return True
+
+    def _after_key(self) -> bool:
+        start = tags.after_space(self._buffer, written=True)
+        rest = self._buffer[start:]
+        if not rest or rest == "\\" or tags.may_become(rest, (tags.VALUE,)):
+            return False
+        if not rest.startswith(tags.VALUE):
+            self._state = self._between
+            return self._say_written()
+        self._written += self._begin_argument(start + len(tags.VALUE))
+        self._seen = 0
+        self._streams = (
+            self._is_call
+            and not self._tools.waits(self._name)
+            and self._tools.is_text(self._name, self._key)
+        )
+        if self._streams:
+            self._give(self._opening() + '"')
+        self._state = self._in_value
+        return True
+
+    def _in_value(self) -> bool:
+        end = self._buffer.find(tags.VALUE_END, self._seen)
+        if end < 0:
+            safe = len(self._buffer) - tags.begun(self._buffer, (tags.VALUE_END,))
+            if self._streams:
+                piece = self._take(safe)
+                self._written += piece
+                self._give(escaped(piece))
+            else:
+                self._seen = safe
+            return False
+        value = self._take(end)
+        if self._streams:
+            self._give(escaped(value) + '"')
+        elif not self._is_call:
+            self._say(value)
+        elif self._tools.waits(self._name):
+            self._pairs.append((self._key, value))
+        else:
+            read = self._tools.read(self._name, [(self._key, value)])
+            self._give(self._opening() + to_json(read[self._key], value))
+        self._drop(len(tags.VALUE_END))
+        self._count += 1
+        self._written, self._seen = "", 0
+        self._state = self._between
+        return True
+
+    # --- decisions ------------------------------------------------------------------------------
+
+    def _may_be_header(self, head: str) -> bool:
+        """Whether what follows `<tool_call>` may still become a name, or is one.
+
+        Where this is False for a text, it is for every longer one.
+        """
+        if _NAME.fullmatch(head):
+            return True
+        start = head.lstrip()
+        if len(start) > LONGEST_NAME + LONGEST_KEY:
+            return False
+        for name in self._tools.names:
+            if name.startswith(start):
+                return True
+            if start.startswith(name):
+                rest = start[len(name) :].lstrip()
+                if not rest or any(key.startswith(rest.rstrip()) for key in self._keys(name)):
+                    return True
+        return False
+
+    def _name_and_key(self, head: str) -> tuple[str, str] | None:
+        """A tool's name and, from there on, a parameter's: `<arg_key>` is missing between them."""
+        start = head.lstrip()
+        for name in sorted(self._tools.names, key=len, reverse=True):
+            if start.startswith(name) and start[len(name) :].strip() in self._keys(name):
+                return name, start[len(name) :]
+        return None
+
+    def _bare_key(self, rest: str) -> bool | None:
+        """Whether a parameter's name and `</arg_key>` come next; None: it is not settled."""
+        end = rest.find("<")
+        key = (rest if end < 0 else rest[:end]).rstrip()
+        keys = self._keys(self._name) if self._is_call else frozenset()
+        if end < 0:
+            return None if any(name.startswith(key) for name in keys) else False
+        if key not in keys:
+            return False
+        if tags.may_become(rest[end:], (tags.KEY_END,)):
+            return None
+        return rest.startswith(tags.KEY_END, end)
+
+    def _keys(self, name: str) -> frozenset[str]:
+        return self._tools.parameters(name) - {""}
+
+    # --- effects --------------------------------------------------------------------------------
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _take(self, length: int) -> str:
+        piece, self._buffer = self._buffer[:length], self._buffer[length:]
+        return piece
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._events.extend(self._layout.text(text))
+
+    def _drop(self, length: int) -> None:
+        """Take characters that are not text, except in a call that is."""
+        piece = self._take(length)
+        if not self._is_call:
+            self._say(piece)
+
+    def _begin_argument(self, length: int) -> str:
+        """Take characters of an argument before its value; they are kept, for they may be text."""
+        piece = self._take(length)
+        if self._is_call:
+            return piece
+        self._say(piece)
+        return ""
+
+    def _say_written(self) -> bool:
+        self._say(self._written)
+        self._written = ""
+        return True
+
+    def _is_no_call(self) -> bool:
+        self._say(self._take(len(tags.CALL)))
+        self._state = self._in_text
+        return True
+
+    def _give(self, json: str) -> None:
+        if json:
+            self._events.append(Arguments(json))
+
+    def _opening(self) -> str:
+        return ("{" if self._count == 0 else ", ") + to_json(self._key, self._key) + ": "
+
+    def _cut_off(self) -> None:
+        """The answer ends in a value: the argument is none, and its text is the answer's."""
+        if self._streams:
+            self._give('", ' + to_json(self._key, self._key) + ": null")
+            self._count += 1
+        self._say(self._written + self._buffer)
+        self._end_call()
+
+    def _end_call(self) -> None:
+        if not self._is_call:
+            return
+        if self._pairs:
+            written = dict(self._pairs)
+            read = self._tools.read(self._name, self._pairs).items()
+            fields = (f"{to_json(key, key)}: {to_json(value, written[key])}" for key, value in read)
+            self._give("{" + ", ".join(fields) + "}")
+        else:
+            self._give("{}" if self._count == 0 else "}")
+        self._events.append(CallEnd())
+        self._is_call = False
+
+
+class _Layout:
+    """Leaves out white space that has only calls, the answer's start or its end on both sides."""
+
+    def __init__(self) -> None:
+        self._space = ""
+        self._at_edge = True  # nothing but white space since the start or the last call
+        self._calls = 0
+
+    def text(self, text: str) -> list[Event]:
+        if self._at_edge:
+            self._space += text
+            if self._space.isspace():
+                return []
+            text, self._space, self._at_edge = self._space, "", False
+        return [Text(text)]
+
+    def call(self) -> list[Event]:
+        self._space, self._at_edge = "", True
+        self._calls += 1
+        return []
+
+    def finish(self) -> list[Event]:
+        space, self._space = self._space, ""
+        return [Text(space)] if space and not self._calls else []

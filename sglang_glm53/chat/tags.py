@@ -1,0 +1,41 @@
+"""The six tags of GLM's tool calls, and how to look for them in a text that is still growing."""
+
+from __future__ import annotations
+
+import re
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+KEY, KEY_END = "<arg_key>", "</arg_key>"
+VALUE, VALUE_END = "<arg_value>", "</arg_value>"
+ALL = (CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END)
+
+_ANY = re.compile("|".join(ALL))
+_SPACE = re.compile(r"\s*")
+# SGLang's parser takes a written-out \n between a key and its value for white space too.
+_SPACE_OR_WRITTEN = re.compile(r"(?:\\n|\s)*")
+
+
+def first(text: str, start: int = 0) -> re.Match[str] | None:
+    """The first whole tag in `text` from `start` on."""
+    return _ANY.search(text, start)
+
+
+def begun(text: str, among: tuple[str, ...] = ALL) -> int:
+    """How many characters at the end of `text` may be the beginning of one of the tags."""
+    start = text.rfind("<", max(0, len(text) - max(map(len, among)) + 1))
+    if start < 0:
+        return 0
+    end = text[start:]
+    return len(end) if any(tag.startswith(end) and tag != end for tag in among) else 0
+
+
+def may_become(text: str, among: tuple[str, ...]) -> bool:
+    """Whether `text` is the beginning of one of the tags, and not yet one."""
+    return any(tag.startswith(text) and tag != text for tag in among)
+
+
+def after_space(text: str, start: int = 0, *, written: bool = False) -> int:
+    """The position after white space (`written`: also after a backslash and an n)."""
+    match = (_SPACE_OR_WRITTEN if written else _SPACE).match(text, start)
+    assert match is not None
+    return match.end()
