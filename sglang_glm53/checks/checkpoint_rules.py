@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_glm53.checks import findings
+from sglang_glm53.checks import findings, schemes
 from sglang_glm53.checks.rule import FAIL, WARN, Rule
 
 _AGAIN = "download the checkpoint again, or convert it again"
@@ -27,10 +27,37 @@ RULES: tuple[Rule, ...] = (
         severity=FAIL,
         reads=("headers",),
         condition=findings.twice,
-        message="{count} tensors are in two files, first {first}",
+        message="{count} tensors are in two files, first {first} of {file}",
         cure="remove the files of an older conversion",
         symptom="Stock SGLang: the file read last wins.",
         cause="Shards of two conversions in one folder.",
+        source=("SGLang's weight iterator",),
+        at_start=False,
+    ),
+    Rule(
+        id="checkpoint-index",
+        title="the index says where each tensor is",
+        severity=FAIL,
+        reads=("headers",),
+        condition=findings.index,
+        message="the index and the files disagree on {count} tensors, first {first} of {file}",
+        cure="take model.safetensors.index.json and the files from one repository",
+        symptom="SGLang reads the files that the index names, and never asks it where a tensor is: "
+        "what is in none of them stays uninitialised.",
+        cause="An index of an older conversion, or files of a newer one.",
+        source=("SGLang's weight iterator",),
+        at_start=False,
+    ),
+    Rule(
+        id="checkpoint-stray-files",
+        title="the index names every file",
+        severity=WARN,
+        reads=("headers",),
+        condition=findings.strays,
+        message="{count} safetensors files are not in the index and are not read, first {first}",
+        cure="remove them, or take the index of the conversion that they belong to",
+        symptom="Twice the disk; a loader without an index reads both, and the last one wins.",
+        cause="A second download or conversion into one folder.",
         source=("SGLang's weight iterator",),
         at_start=False,
     ),
@@ -85,7 +112,7 @@ RULES: tuple[Rule, ...] = (
         severity=FAIL,
         reads=("headers", "config", "raw_config"),
         condition=findings.unknown,
-        message="{count} tensors are not of this configuration, first {first}",
+        message="{count} tensors are not of this configuration, first {first} of {file}",
         cure="take config.json and the files from one repository",
         symptom="Our loader refuses it; stock SGLang drops them with a warning.",
         cause="The config is another model's, or a conversion renamed tensors.",
@@ -98,7 +125,8 @@ RULES: tuple[Rule, ...] = (
         severity=FAIL,
         reads=("headers", "config", "raw_config"),
         condition=findings.shapes,
-        message="{count} tensors have another shape, first {first}: {has}, by config.json {wanted}",
+        message="{count} tensors have another shape, first {first} of {file}: {has}, "
+        "by config.json {wanted}",
         cure=_AGAIN,
         symptom="An assertion of a weight loader, in the best case.",
         cause="A damaged conversion, or the config of another model.",
@@ -111,7 +139,7 @@ RULES: tuple[Rule, ...] = (
         severity=FAIL,
         reads=("headers", "config", "raw_config"),
         condition=findings.scales,
-        message="{count} FP8 pairs are not whole, first: {first}",
+        message="{count} FP8 pairs are not whole, first in {file}: {first}",
         cure=_AGAIN,
         symptom="Stock SGLang loads an indexer key without its scale and leaves 128 rows unset.",
         cause="A scale lies in another shard than its weight, and that shard is not there.",
@@ -124,7 +152,7 @@ RULES: tuple[Rule, ...] = (
         severity=FAIL,
         reads=("headers", "config"),
         condition=findings.never_fp8,
-        message="{count} norms or router weights are quantised, first {first}",
+        message="{count} norms or router weights are quantised, first {first} of {file}",
         cure="convert again and leave them out (modules_to_not_convert)",
         symptom="A load failure, or other experts are chosen.",
         cause="An exclude list by names that the checkpoint does not have.",
@@ -137,11 +165,30 @@ RULES: tuple[Rule, ...] = (
         severity=FAIL,
         reads=("headers", "config"),
         condition=findings.no_weights,
-        message="{count} weights have the wrong dtype, first {first} with {dtype}",
+        message="{count} weights have the wrong dtype, first {first} of {file} with {dtype}",
         cure="convert again: BF16, F16, F32 or, in blocks with scales, F8_E4M3",
         symptom="Garbage: the bytes are read as numbers of another kind.",
         cause="A conversion that wrote the stored bits under another name.",
         source=("tried with relabelled tensors",),
+        at_start=False,
+    ),
+    Rule(
+        id="checkpoint-quantisation",
+        title="the tensors are what quantization_config says",
+        severity=FAIL,
+        reads=("headers", "raw_config"),
+        condition=schemes.misfits,
+        message="{count} times quantization_config does not fit, first {file}: {first} {what}",
+        cure=_AGAIN + "; take config.json and the weights from one repository",
+        symptom="A matrix is read in another precision than it is stored in: an error of a weight "
+        "loader, or garbage.",
+        cause="config.json of another precision, an exclude list that was cut, or scales that a "
+        "conversion left out (FP8 in blocks, NVFP4, W4AFP8 and compressed-tensors are held).",
+        source=(
+            "SGLang's quantisation classes",
+            "sgl-project/sglang#38621",
+            "sgl-project/sglang#30265",
+        ),
         at_start=False,
     ),
     Rule(

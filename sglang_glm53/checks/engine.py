@@ -22,12 +22,14 @@ class Result:
         status: "pass", "warn", "fail" or "skipped".
         message: what was found, or why the rule was skipped; "" for a pass.
         cure: what to do; "" for a pass.
+        details: one line for each thing that was found, where the rule lists them.
     """
 
     rule: Rule
     status: str
     message: str = ""
     cure: str = ""
+    details: tuple[str, ...] = ()
 
 
 def check(rule: Rule, facts: Facts) -> Result:
@@ -39,7 +41,8 @@ def check(rule: Rule, facts: Facts) -> Result:
     if found is None or found is False:
         return Result(rule, PASS)
     values = {} if found is True else found
-    return Result(rule, rule.severity, rule.message.format(**values), rule.cure.format(**values))
+    message, cure = rule.message.format(**values), rule.cure.format(**values)
+    return Result(rule, rule.severity, message, cure, tuple(values.get("details", ())))
 
 
 def run(rules: Iterable[Rule], facts: Facts) -> list[Result]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sglang_glm53.errors import Glm53Error
 
 INDEX = "model.safetensors.index.json"
 _LONGEST = 100 * 2**20  # bytes of a header; what safetensors itself accepts
+_MOST_SHARDS = 10_000  # a number beyond it is no numbering of shards
 _PREFIX = 8  # bytes before it: its length
 _BITS = {
     **{name: 64 for name in ("F64", "I64", "U64")},
@@ -25,6 +27,8 @@ _BITS = {
     "F4": 4,
     "C64": 64,
 }
+_NUMBERED = re.compile(r"^(.*)-(\d+)-of-(\d+)\.safetensors$")
+Progress = Callable[[int, int], None]  # files read, files in all
 
 
 @dataclass(frozen=True)
@@ -42,17 +46,28 @@ class Headers:
 
     Attributes:
         tensors: by name.
-        problems: files that are missing, truncated or no safetensors, and names that the index
-            promises and no file has; one line each.
+        problems: files that are missing, truncated or no safetensors; one line each.
         twice: names that two files have.
+        also: the earlier file of each of those; `tensors` has the later one.
+        promised: file of each name, by the index; empty without one.
+        broken: files that `problems` tells of: their tensors are not in `tensors`.
+        strays: safetensors files of the folder that the index does not name.
     """
 
     tensors: dict[str, Tensor]
     problems: tuple[str, ...] = ()
     twice: tuple[str, ...] = ()
+    also: Mapping[str, str] = field(default_factory=dict)
+    promised: Mapping[str, str] = field(default_factory=dict)
+    broken: frozenset[str] = frozenset()
+    strays: tuple[str, ...] = ()
+
+    def lost(self, name: str) -> bool:
+        """Whether a tensor that is not there may lie in a broken file: that file is told."""
+        return self.promised.get(name) in self.broken if self.promised else bool(self.broken)
 
 
-def scan(folder: Path | None) -> Headers | None:
+def scan(folder: Path | None, progress: Progress | None = None) -> Headers | None:
     """The headers of the files that SGLang would load; None where there are none.
 
     With an index, those are the files that it names.
@@ -62,31 +77,59 @@ def scan(folder: Path | None) -> Headers | None:
     """
     if folder is None:
         return None
+    promised = _index(folder)
+    there = sorted(path.name for path in folder.glob("*.safetensors"))
+    files = sorted(set(promised.values())) or sorted({*there, *_gaps(there)})
+    if not files:
+        return None
+    tensors: dict[str, Tensor] = {}
+    problems, also, broken = [], {}, set()
+    for number, file in enumerate(files):
+        try:
+            for name, tensor in read(folder / file):
+                if name in tensors:
+                    also[name] = tensors[name].file
+                tensors[name] = tensor
+        except (OSError, ValueError) as error:
+            what = error.strerror if isinstance(error, OSError) else error
+            problems.append(f"{file}: {what}{_holds(file, promised)}")
+            broken.add(file)
+        if progress is not None:
+            progress(number + 1, len(files))
+    strays = tuple(sorted(set(there) - set(files)))
+    return Headers(tensors, tuple(problems), tuple(also), also, promised, frozenset(broken), strays)
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """File of each tensor, by the index; empty without one."""
     index = (read_json(folder, INDEX) or {}).get("weight_map")
     if index is not None and not isinstance(index, dict):
         raise Glm53Error(
             f"{folder / INDEX}: weight_map must be an object of tensor names and files; take it "
             "from the model's own repository"
         )
-    named = {str(name): str(file) for name, file in index.items()} if index else {}
-    files = sorted(set(named.values())) or sorted(p.name for p in folder.glob("*.safetensors"))
-    if not files:
-        return None
-    tensors: dict[str, Tensor] = {}
-    problems, twice, broken = [], [], set()
+    return {str(name): str(file) for name, file in index.items()} if index else {}
+
+
+def _gaps(files: list[str]) -> list[str]:
+    """Files that a numbering "NAME-00002-of-00005" says are missing."""
+    seen: dict[tuple[str, str], set[int]] = {}
     for file in files:
-        try:
-            for name, tensor in read(folder / file):
-                if name in tensors:
-                    twice.append(name)
-                tensors[name] = tensor
-        except (OSError, ValueError) as error:
-            problems.append(f"{file}: {error.strerror if isinstance(error, OSError) else error}")
-            broken.add(file)
-    absent = [n for n, file in named.items() if n not in tensors and file not in broken]
-    if absent:
-        problems.append(f"{INDEX} promises {len(absent)} tensors that no file has: {absent[0]}")
-    return Headers(tensors, tuple(problems), tuple(twice))
+        if match := _NUMBERED.match(file):
+            seen.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    return [
+        f"{stem}-{number:0{len(of)}}-of-{of}.safetensors"
+        for (stem, of), numbers in seen.items()
+        if int(of) <= _MOST_SHARDS
+        for number in range(1, int(of) + 1)
+        if number not in numbers
+    ]
+
+
+def _holds(file: str, promised: Mapping[str, str]) -> str:
+    """What a file that cannot be read holds, by the index."""
+    names = [name for name, where in promised.items() if where == file]
+    return f" (by the index it holds {len(names):,} tensors, first {names[0]})" if names else ""
 
 
 def read(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -146,5 +189,7 @@ def _check_partition(
         reached = last
     end = start + reached
     if size != end:
-        what = f"truncated: {size:,} of {end:,} bytes" if size < end else "longer than its header"
-        raise ValueError(what)
+        if size > end:
+            raise ValueError(f"longer than its header: {size:,} bytes, not {end:,}")
+        cut = min((entry for entry in entries if start + entry[4] > size), key=lambda e: e[3:])
+        raise ValueError(f"truncated: {size:,} of {end:,} bytes, from {cut[0]} on")

@@ -15,6 +15,7 @@ from sglang_glm53.checks.rule import FAIL, WARN
 
 NARROWEST = 60  # columns
 TITLE = 13  # columns of the words before versions, machine and notes
+MOST = 8  # lines of a rule's details
 PACKAGES = ("sglang", "torch", "transformers")
 
 
@@ -24,6 +25,7 @@ def table(
     notes: Sequence[str],
     *,
     all_: bool = False,
+    most: int = MOST,
     here: bool = True,
     columns: int | None = None,
 ) -> str:
@@ -31,6 +33,7 @@ def table(
 
     Args:
         all_: one line a rule that passed.
+        most: lines of a rule's details.
         here: whether the machine that is judged for is this one.
         columns: width of the lines, at least 60; default: the terminal's.
     """
@@ -48,6 +51,9 @@ def table(
     for result in shown:
         what = f"{result.message}; {result.cure}" if result.message else result.rule.title
         lines.append(_wrapped(f"{result.status:<6}{result.rule.id}: {what}", wide, 6))
+        lines += [f"      - {detail}" for detail in result.details[:most]]
+        if (more := len(result.details) - most) > 0:
+            lines.append(f"      - and {more:,} more (--json lists them)")
     passed = sum(result.status == PASS for result in results)
     if passed and not all_:
         lines.append(f"pass  {_rules(passed)} (--all names them)")
@@ -110,6 +116,7 @@ def as_json(results: Sequence[Result], facts: Facts, notes: Sequence[str]) -> di
                 "status": result.status,
                 "message": result.message,
                 "cure": result.cure,
+                "details": list(result.details),
                 "source": list(result.rule.source),
             }
             for result in results

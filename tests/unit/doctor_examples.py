@@ -668,7 +668,36 @@ CHECKPOINTS: dict[str, Example] = {
         ("a.safetensors",),
     ),
     "checkpoint-twice": Example(
-        {"headers": Headers({}, twice=("lm_head.weight",))}, {"headers": Headers({})}, ("lm_head",)
+        {
+            "headers": Headers(
+                {"lm_head.weight": Tensor("BF16", (1,), "b")},
+                twice=("lm_head.weight",),
+                also={"lm_head.weight": "a"},
+            )
+        },
+        {"headers": Headers({})},
+        ("lm_head.weight of b",),
+    ),
+    "checkpoint-index": Example(
+        {"headers": Headers({"a": Tensor("BF16", (1,), "f")}, promised={"a": "g"})},
+        {"headers": Headers({"a": Tensor("BF16", (1,), "f")}, promised={"a": "f"})},
+        ("first a of f",),
+    ),
+    "checkpoint-stray-files": Example(
+        {"headers": Headers({}, strays=("old.safetensors",))},
+        {"headers": Headers({})},
+        ("old.safetensors",),
+    ),
+    "checkpoint-quantisation": Example(
+        {
+            "headers": tensors(),
+            "raw_config": {
+                **SMALL,
+                "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            },
+        },
+        WHOLE,
+        ("no matrix is F8_E4M3",),
     ),
     "checkpoint-missing": Example(
         checkpoint(tensors(**{WK: None})), WHOLE, ("1 tensors", WK, "layers 0")

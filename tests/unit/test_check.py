@@ -99,7 +99,9 @@ def test_a_truncated_file_is_told_with_its_sizes(tmp_path: Path) -> None:
     length = len(json.dumps(GOOD)) + 8
     found = scan(tmp_path)
     assert found is not None
-    assert found.problems == (f"a.safetensors: truncated: {length + 11} of {length + 12} bytes",)
+    assert found.problems == (
+        f"a.safetensors: truncated: {length + 11} of {length + 12} bytes, from a on",
+    )
 
 
 def test_a_shape_that_does_not_fit_its_bytes_is_told(tmp_path: Path) -> None:
@@ -116,7 +118,8 @@ def test_the_index_says_which_files_count(tmp_path: Path) -> None:
     )
     found = scan(tmp_path)
     assert found is not None and found.twice == ()
-    assert found.problems == (f"{INDEX} promises 1 tensors that no file has: b",)
+    assert found.problems == () and found.strays == ("old.safetensors",)
+    assert found.promised == {"a": "a.safetensors", "b": "a.safetensors"}
     (tmp_path / INDEX).unlink()
     found = scan(tmp_path)
     assert found is not None and found.twice == ("a",) and found.problems == ()
@@ -128,7 +131,10 @@ def test_a_missing_file_is_told_once(tmp_path: Path) -> None:
     )
     found = scan(tmp_path)
     assert found is not None
-    assert found.problems == ("gone.safetensors: No such file or directory",)
+    assert found.problems == (
+        "gone.safetensors: No such file or directory (by the index it holds 2 tensors, first a)",
+    )
+    assert found.lost("a") and found.broken == {"gone.safetensors"}
 
 
 def test_a_folder_without_weights_has_no_headers(tmp_path: Path) -> None:

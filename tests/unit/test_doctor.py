@@ -533,6 +533,7 @@ def test_json_has_every_rule_with_its_source() -> None:
             "status": "fail",
             "message": "there are 2",
             "cure": "take 2 out",
+            "details": [],
             "source": ["C"],
         }
     ]
