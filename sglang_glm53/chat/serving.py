@@ -102,12 +102,13 @@ def ask_for_what_it_can(original: Callable[..., Any]) -> Callable[..., Any]:
 def lower_effort(chat: Any, request: Any, defaults: dict[str, Any]) -> None:
     """Ask for the lowest effort where the request or the server's defaults ask for no thinking."""
     asked = {**defaults, **_template_arguments(request)}
-    off = next((f"{n}=false" for n in ("enable_thinking", "thinking") if asked.get(n) is False), "")
-    if str(asked.get("reasoning_effort")).lower() in _NO_THINKING:
-        off = f"reasoning_effort={asked['reasoning_effort']}"
-    if not off or not opens_thinking(chat, asked):
+    effort = asked.get("reasoning_effort")
+    is_none = isinstance(effort, str) and effort.lower() in _NO_THINKING
+    switches = [name for name in ("enable_thinking", "thinking") if asked.get(name) is False]
+    if not (is_none or switches) or not opens_thinking(chat, asked):
         return
-    if asked.get("reasoning_effort") in (None, *_NO_THINKING):
+    off = f"reasoning_effort={effort}" if is_none else f"{switches[0]}=false"
+    if effort is None or is_none:
         request.reasoning_effort = LOWEST_EFFORT
         # Here too: the server's defaults and the template's arguments come after the field.
         given = dict(request.chat_template_kwargs or {})
@@ -118,7 +119,7 @@ def lower_effort(chat: Any, request: Any, defaults: dict[str, Any]) -> None:
             "sglang-glm53: a request asks for %s, but this chat template always opens <think>: it "
             "is answered with reasoning_effort=%s, its thoughts in reasoning_content (told once)",
             off,
-            request.reasoning_effort,
+            request.reasoning_effort or effort,
         )
 
 
