@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from sglang_glm53.errors import describe
 
 def install() -> None:
     """Set the changes (rows of the catalog)."""
+    catalog.on_load("sglang.srt.entrypoints.http_server:app", refuse_bodies)
     catalog.wrap(
         "sglang.srt.managers.tokenizer_manager:TokenizerManager._validate_one_request",
         refuse_bad_tokens,
@@ -47,6 +49,42 @@ def refuse_bad_tokens(original: Callable[..., None]) -> Callable[..., None]:
         original(self, obj, input_ids)
 
     return _validate_one_request
+
+
+def refuse_bodies(app: Any) -> None:
+    """A body that is JSON and no object (`null`, a list) is refused with a reason.
+
+    SGLang's request classes ask it for its fields before they look at what it is, which ends in
+    HTTP 500. The server goes on either way.
+    """
+    from starlette.responses import JSONResponse
+
+    async def refuse(request: Any, error: Exception) -> Any:
+        if not (_serves_ours() and _raised_by_a_request_class(error)):
+            raise error
+        message = "The request's body must be a JSON object."
+        content = {"object": "error", "message": message, "type": "BadRequest", "code": 400}
+        return JSONResponse(content, status_code=400)
+
+    app.add_exception_handler(AttributeError, refuse)
+    app.add_exception_handler(TypeError, refuse)
+
+
+def _serves_ours() -> bool:
+    from sglang.srt.entrypoints import http_server
+
+    manager = getattr(http_server._global_state, "tokenizer_manager", None)
+    return manager is not None and support.is_ours(manager.model_config.hf_config)
+
+
+def _raised_by_a_request_class(error: Exception) -> bool:
+    """Whether FastAPI was reading the body, and a class of SGLang's protocol raised."""
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return (
+        bool(frames)
+        and frames[-1].endswith(("entrypoints/openai/protocol.py", "managers/io_struct.py"))
+        and any("fastapi/dependencies" in name for name in frames)
+    )
 
 
 def keep_old_weights(original: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bool, str]]:
