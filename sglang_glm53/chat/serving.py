@@ -140,7 +140,8 @@ def tell_how_streams_end(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         from sglang_glm53.chat.glm45 import ended_by_itself
 
-        with ended_by_itself(finish_reason_type == "stop"):
+        reason = content.get("meta_info", {}).get("finish_reason")
+        with ended_by_itself(_by_itself(reason)):
             return original(
                 self, index, delta, reasoning_parser_dict, content, request, finish_reason_type
             )
@@ -164,12 +165,18 @@ def tell_how_answers_end(original: Callable[..., Any]) -> Callable[..., Any]:
     return _build_chat_response
 
 
+def _by_itself(reason: dict[str, Any] | None) -> bool:
+    """Whether a token ended the answer, and not a limit, an abort or a client's stop string."""
+    reason = reason or {}
+    return reason.get("type") == "stop" and not isinstance(reason.get("matched"), str)
+
+
 def _closed(item: dict[str, Any]) -> dict[str, Any]:
     from sglang_glm53.chat.think import THINK_END, ThinkReader
 
-    reason = item.get("meta_info", {}).get("finish_reason") or {}
     text = item.get("text")
-    if reason.get("type") != "stop" or not isinstance(text, str) or THINK_END in text:
+    ended = _by_itself(item.get("meta_info", {}).get("finish_reason"))
+    if not ended or not isinstance(text, str) or THINK_END in text:
         return item
     reader = ThinkReader(thinks=True)
     parts = [reader.feed(text), reader.finish(by_itself=False)]

@@ -246,21 +246,32 @@ def test_the_servers_defaults_do_not_undo_the_lowest_effort() -> None:
     assert asked.chat_template_kwargs["reasoning_effort"] == "low"
 
 
-@pytest.mark.parametrize("kind", ["stop", "length", "abort"])
-def test_whole_answers_of_one_request_end_each_in_their_way(kind: str) -> None:
+ENDS = [
+    ({"type": "stop", "matched": 154820}, True),
+    ({"type": "stop", "matched": "answer"}, False),
+    ({"type": "length", "length": 2}, False),
+    ({"type": "abort"}, False),
+]
+
+
+@pytest.mark.parametrize(("reason", "by_itself"), ENDS, ids=["token", "string", "length", "abort"])
+def test_whole_answers_of_one_request_end_each_in_their_way(
+    reason: dict[str, Any], by_itself: bool
+) -> None:
     def build(self: Any, request: Any, ret: list[dict[str, Any]], created: int) -> list[Any]:
         return [whole(item["text"], ended=False) for item in ret]
 
     endpoint = chat(_get_reasoning_from_request=lambda request: True)
     texts = ["42.", "Add.</think>42.", f"Look. {CALL}"]
-    ret = [{"text": t, "meta_info": {"finish_reason": {"type": kind}}} for t in texts]
+    ret = [{"text": text, "meta_info": {"finish_reason": reason}} for text in texts]
     first, *rest = serving.tell_how_answers_end(build)(endpoint, request(), ret, 0)
-    assert first == (("", "42.") if kind == "stop" else ("42.", ""))
+    assert first == (("", "42.") if by_itself else ("42.", ""))
     assert rest == [("Add.", "42."), ("Look. ", CALL)]
     assert ret[0]["text"] == "42."  # what others read of it is as it was
 
 
-def test_a_streams_detector_is_told_how_it_ended() -> None:
+@pytest.mark.parametrize(("reason", "by_itself"), ENDS, ids=["token", "string", "length", "abort"])
+def test_a_streams_detector_is_told_how_it_ended(reason: dict[str, Any], by_itself: bool) -> None:
     def process(self: Any, index: int, delta: str, parsers: Any, *rest: Any) -> tuple[str, str]:
         detector = parsers.setdefault(index, Glm53ReasoningDetector(force_reasoning=True))
         found = detector.parse_streaming_increment(delta)
@@ -268,10 +279,12 @@ def test_a_streams_detector_is_told_how_it_ended() -> None:
         return found.reasoning_text, last.normal_text if last else ""
 
     tell = serving.tell_how_streams_end(process)
-    for kind, content in (("stop", "42"), ("length", "")):
-        parsers: dict[int, Any] = {}
-        assert tell(chat(), 0, "4", parsers, {}, request(), None) == ("4", "")
-        assert tell(chat(), 0, "2", parsers, {}, request(), kind)[1] == content
+    parsers: dict[int, Any] = {}
+    running: dict[str, Any] = {"meta_info": {"finish_reason": None}}
+    assert tell(chat(), 0, "4", parsers, running, request(), None) == ("4", "")
+    ended = {"meta_info": {"finish_reason": reason}}
+    content = tell(chat(), 0, "2", parsers, ended, request(), reason["type"])[1]
+    assert content == ("42" if by_itself else "")
 
 
 # --- the budget ---------------------------------------------------------------------------------
