@@ -16,14 +16,15 @@ from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallIt
 from sglang.srt.function_call.glm47_moe_detector import Glm47MoeDetector, get_argument_type
 from sglang.srt.function_call.utils import get_schema_properties
 
-from sglang_glm53.chat.stream import Arguments, CallReader, CallStart, Event, Text
+from sglang_glm53.chat.events import Arguments, CallStart, Event, Text
+from sglang_glm53.chat.stream import CallReader
 from sglang_glm53.chat.values import to_json
 
 _UNIONS = ("anyOf", "oneOf", "allOf", "$ref")
 
 
 class RequestTools:
-    """The request's tools, as the reader asks for them (stream.Tools), in SGLang's types."""
+    """The request's tools, as the reader asks for them (events.Tools), in SGLang's types."""
 
     def __init__(self, tools: list[Tool], detector: Glm47MoeDetector) -> None:
         self._tools = tools

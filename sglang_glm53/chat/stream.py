@@ -21,68 +21,17 @@ settles it, and until then the characters are held back. The rules, where models
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
-
 from sglang_glm53.chat import tags
+from sglang_glm53.chat.events import (
+    Arguments,
+    CallEnd,
+    CallStart,
+    Event,
+    Layout,
+    Tools,
+)
+from sglang_glm53.chat.names import LONGEST_KEY, Names
 from sglang_glm53.chat.values import escaped, to_json
-
-LONGEST_NAME = 128  # characters; OpenAI's limit is 64
-LONGEST_KEY = 256
-# What may be a tool's name: OpenAI's letters, and those that namespaces use.
-_NAME = re.compile(rf"\s*[\w.:/-]{{0,{LONGEST_NAME}}}\s*", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Text:
-    """Text of the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class CallStart:
-    """A call begins; its arguments follow."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The next piece of the open call's arguments, a JSON object in the end."""
-
-    json: str
-
-
-@dataclass(frozen=True)
-class CallEnd:
-    """The open call is complete."""
-
-
-Event = Text | CallStart | Arguments | CallEnd
-
-
-class Tools(Protocol):
-    """What the reader asks of the request's tools."""
-
-    names: frozenset[str]
-
-    def is_known(self, name: str) -> bool:
-        """Whether a call to `name` is one (names holds it, or unknown ones are forwarded)."""
-
-    def parameters(self, name: str) -> frozenset[str]:
-        """The names of the tool's parameters, as far as its schema lists them."""
-
-    def is_text(self, name: str, key: str) -> bool:
-        """Whether the value is a string in any case: it can be passed on while it grows."""
-
-    def waits(self, name: str) -> bool:
-        """Whether one argument's type may depend on another: all are read before any is given."""
-
-    def read(self, name: str, pairs: list[tuple[str, str]]) -> Mapping[str, Any]:
-        """The arguments of (key, text) pairs, in the types of the tool's schema."""
 
 
 class CallReader:
@@ -90,10 +39,11 @@ class CallReader:
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
+        self._names = Names(tools)
         self._buffer = ""
         self._events: list[Event] = []
         self._state = self._in_text
-        self._layout = _Layout()
+        self._layout = Layout()
         self._name = ""
         self._is_call = False  # False: the open call is to an unknown tool, and is text
         self._count = 0  # arguments given of the open call
@@ -141,35 +91,20 @@ class CallReader:
 
     def _in_header(self) -> bool:
         """The buffer begins with `<tool_call>`."""
-        after = self._buffer[len(tags.CALL) :]
-        end = after.find("<")
-        head = after if end < 0 else after[:end]
-        if not self._may_be_header(head):
-            return self._is_no_call()
-        if end < 0:
+        header = self._names.header(self._buffer[len(tags.CALL) :])
+        if header is None:
             return False
-        name, rest = head.strip(), after[end:]
-        if tags.may_become(rest, (tags.KEY, tags.KEY_END, tags.CALL_END)):
-            return False
-        split = None
-        if rest.startswith(tags.KEY_END):
-            split = self._name_and_key(head)
-            if split is None:
-                return self._is_no_call()
-            name = split[0]
-        elif not rest.startswith((tags.KEY, tags.CALL_END)):
-            return self._is_no_call()
-        self._is_call = self._tools.is_known(name)
-        if not self._is_call and not (name and _NAME.fullmatch(name)):
-            return self._is_no_call()
-        self._name, self._count, self._pairs = name, 0, []
-        length = len(tags.CALL) + len(head)
-        if split is not None:
-            length -= len(split[1])  # the key is read as the next argument's
-        self._drop(length)
+        if isinstance(header, bool):
+            self._say(self._take(len(tags.CALL)))
+            self._state = self._in_text
+            return True
+        self._name, head = header
+        self._is_call = self._tools.is_known(self._name)
+        self._count, self._pairs = 0, []
+        self._drop(len(tags.CALL) + len(head))
         if self._is_call:
-            self._events.extend(self._layout.call())
-            self._events.append(CallStart(name))
+            self._layout.call()
+            self._events.append(CallStart(self._name))
         self._state = self._between
         return True
 
@@ -192,7 +127,7 @@ class CallReader:
             self._end_call()
             self._state = self._in_header
         else:
-            bare = self._bare_key(rest)
+            bare = self._is_call and self._names.bare_key(self._name, rest)
             if bare is None:
                 return False
             if bare:
@@ -276,51 +211,6 @@ class CallReader:
         self._state = self._between
         return True
 
-    # --- decisions ------------------------------------------------------------------------------
-
-    def _may_be_header(self, head: str) -> bool:
-        """Whether what follows `<tool_call>` may still become a name, or is one.
-
-        Where this is False for a text, it is for every longer one.
-        """
-        if _NAME.fullmatch(head):
-            return True
-        start = head.lstrip()
-        if len(start) > LONGEST_NAME + LONGEST_KEY:
-            return False
-        for name in self._tools.names:
-            if name.startswith(start):
-                return True
-            if start.startswith(name):
-                rest = start[len(name) :].lstrip()
-                if not rest or any(key.startswith(rest.rstrip()) for key in self._keys(name)):
-                    return True
-        return False
-
-    def _name_and_key(self, head: str) -> tuple[str, str] | None:
-        """A tool's name and, from there on, a parameter's: `<arg_key>` is missing between them."""
-        start = head.lstrip()
-        for name in sorted(self._tools.names, key=len, reverse=True):
-            if start.startswith(name) and start[len(name) :].strip() in self._keys(name):
-                return name, start[len(name) :]
-        return None
-
-    def _bare_key(self, rest: str) -> bool | None:
-        """Whether a parameter's name and `</arg_key>` come next; None: it is not settled."""
-        end = rest.find("<")
-        key = (rest if end < 0 else rest[:end]).rstrip()
-        keys = self._keys(self._name) if self._is_call else frozenset()
-        if end < 0:
-            return None if any(name.startswith(key) for name in keys) else False
-        if key not in keys:
-            return False
-        if tags.may_become(rest[end:], (tags.KEY_END,)):
-            return None
-        return rest.startswith(tags.KEY_END, end)
-
-    def _keys(self, name: str) -> frozenset[str]:
-        return self._tools.parameters(name) - {""}
-
     # --- effects --------------------------------------------------------------------------------
 
     def _taken(self) -> list[Event]:
@@ -354,11 +244,6 @@ class CallReader:
         self._written = ""
         return True
 
-    def _is_no_call(self) -> bool:
-        self._say(self._take(len(tags.CALL)))
-        self._state = self._in_text
-        return True
-
     def _give(self, json: str) -> None:
         if json:
             self._events.append(Arguments(json))
@@ -386,29 +271,3 @@ class CallReader:
             self._give("{}" if self._count == 0 else "}")
         self._events.append(CallEnd())
         self._is_call = False
-
-
-class _Layout:
-    """Leaves out white space that has only calls, the answer's start or its end on both sides."""
-
-    def __init__(self) -> None:
-        self._space = ""
-        self._at_edge = True  # nothing but white space since the start or the last call
-        self._calls = 0
-
-    def text(self, text: str) -> list[Event]:
-        if self._at_edge:
-            self._space += text
-            if self._space.isspace():
-                return []
-            text, self._space, self._at_edge = self._space, "", False
-        return [Text(text)]
-
-    def call(self) -> list[Event]:
-        self._space, self._at_edge = "", True
-        self._calls += 1
-        return []
-
-    def finish(self) -> list[Event]:
-        space, self._space = self._space, ""
-        return [Text(space)] if space and not self._calls else []

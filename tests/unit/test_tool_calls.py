@@ -17,7 +17,7 @@ from tool_call_run import check_chunkings, check_cuts
 
 from sglang_glm53.chat import install
 from sglang_glm53.chat.glm47 import Glm53ToolDetector
-from sglang_glm53.chat.stream import LONGEST_KEY, LONGEST_NAME
+from sglang_glm53.chat.names import LONGEST_KEY, LONGEST_NAME
 
 EACH = 250
 
