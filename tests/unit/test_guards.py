@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -83,3 +85,49 @@ def test_a_tensor_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch, our
         return
     success, message = update(None, named_tensors=["wrong"])
     assert not success and "wrong is not a tensor" in message
+
+
+@pytest.mark.parametrize(("ours", "status"), [(True, 400), (False, 500)])
+@pytest.mark.parametrize("body", ["null", "[]", '"text"', "7"])
+def test_a_body_that_is_no_object_is_refused(
+    monkeypatch: pytest.MonkeyPatch, ours: bool, status: int, body: str
+) -> None:
+    """By a class that asks the body for a field first, as SGLang's do."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from pydantic import BaseModel, model_validator
+
+    monkeypatch.setattr(guards, "_serves_ours", lambda: ours)
+    source = "def early(values):\n    values.get('response_format')\n    return values\n"
+    made: dict[str, Callable[[Any], Any]] = {}
+    exec(compile(source, "sglang/srt/entrypoints/openai/protocol.py", "exec"), made)
+
+    class Asked(BaseModel):
+        text: str
+
+        @model_validator(mode="before")
+        @classmethod
+        def early(cls, values: Any) -> Any:
+            return made["early"](values)
+
+    app = FastAPI()
+    guards.refuse_bodies(app)
+
+    def answered(asked: Asked) -> str:
+        return asked.text
+
+    answered.__annotations__["asked"] = Asked
+    app.post("/ask")(answered)
+
+    @app.post("/broken")
+    def broken() -> None:
+        None.get("x")  # type: ignore[attr-defined]
+
+    client = TestClient(app, raise_server_exceptions=False)
+    headers = {"content-type": "application/json"}
+    reply = client.post("/ask", content=body, headers=headers)
+    assert reply.status_code == status
+    if ours:
+        assert reply.json()["message"] == "The request's body must be a JSON object."
+    assert client.post("/ask", json={"text": "x"}).json() == "x"
+    assert client.post("/broken").status_code == 500  # an error of the server's stays one
