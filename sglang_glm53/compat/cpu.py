@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_glm53 import catalog, support
-from sglang_glm53.compat import indexer_capture, local_experts, torch_attention
+from sglang_glm53.compat import cpu_grammar, indexer_capture, local_experts, torch_attention
 from sglang_glm53.errors import failed
 
 _STAND_IN = "sglang_glm53.compat.sgl_kernel_cpu"
@@ -64,6 +64,7 @@ def cure() -> None:
     torch_attention.install()
     indexer_capture.install()
     local_experts.install()
+    cpu_grammar.install()
     catalog.wrap("sglang.srt.utils.numa_utils:init_threads_binding", _share_cores)
     catalog.wrap("sglang.srt.distributed.bootstrap:_init_cpu_threads_env", _without_kernel_threads)
     catalog.wrap("sglang.srt.distributed.parallel_state:init_model_parallel_group", _without_nccl)
