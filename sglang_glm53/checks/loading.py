@@ -8,7 +8,9 @@ from sglang_glm53.checks.facts import Facts
 from sglang_glm53.checks.packages import ARCHITECTURE, GROUPS
 from sglang_glm53.checks.reading import architectures
 from sglang_glm53.checks.rule import FAIL, WARN, Rule, Verdict
+from sglang_glm53.errors import Glm53Error
 from sglang_glm53.tripwire import NAME, left_out
+from sglang_glm53.watch import options as watch
 
 LIST, PLATFORM, EXTERNAL = "SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
@@ -89,6 +91,12 @@ def _variables(facts: Facts) -> Verdict:
             near = get_close_matches(name, OUR_VARIABLES, 1)
             cure = f"{near[0]} is meant?" if near else f"known: {', '.join(OUR_VARIABLES)}"
             return {"what": f"{name} is no variable of sglang-glm53", "do": cure}
+        if name == watch.VARIABLE:
+            try:
+                watch.parse(value)
+            except Glm53Error as error:
+                what, _, cure = str(error).partition("; ")
+                return {"what": what, "do": cure or "correct or unset it"}
         values = OUR_VARIABLES[name]
         if values is not None and value not in ("", *values):
             return {

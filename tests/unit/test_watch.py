@@ -409,3 +409,17 @@ def test_the_probe_runs_after_the_warm_up(monkeypatch: pytest.MonkeyPatch, succe
     probe.before_ready(wait)("args", None)
     probed = ["probe args"] if succeeded else []
     assert order == ["warm-up", *probed, f"ready {succeeded}"]
+
+
+# --- doctor -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [("abort,after=64", None), ("abrt", "'abrt' is unknown"), ("after=x", "after=x")],
+)
+def test_the_doctor_reads_the_variable(value: str, what: str | None) -> None:
+    from sglang_glm53.checks.loading import _variables
+
+    found = _variables(SimpleNamespace(environment={"GLM53_WATCH": value}))
+    assert found is None if what is None else what in found["what"] and found["do"]
