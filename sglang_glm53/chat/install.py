@@ -14,18 +14,35 @@ from sglang_glm53 import catalog, support
 from sglang_glm53.errors import degraded
 
 TOOLS, REASONING = "glm47", "glm45"
-_CHAT = "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat."
 
 
 def install() -> None:
     """Set the changes (rows of the catalog)."""
     from sglang_glm53.chat import budget, serving
 
-    catalog.wrap(_CHAT + "__init__", _with_our_parsers)
-    catalog.wrap(_CHAT + "_get_reasoning_from_request", serving.ask_the_prompt)
-    catalog.wrap(_CHAT + "_process_messages", serving.ask_for_what_it_can)
-    catalog.wrap(_CHAT + "_process_reasoning_stream", serving.tell_how_streams_end)
-    catalog.wrap(_CHAT + "_build_chat_response", serving.tell_how_answers_end)
+    for symbol, factory in (
+        (
+            "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat.__init__",
+            _with_our_parsers,
+        ),
+        (
+            "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._get_reasoning_from_request",
+            serving.ask_the_prompt,
+        ),
+        (
+            "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._process_messages",
+            serving.ask_for_what_it_can,
+        ),
+        (
+            "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._process_reasoning_stream",
+            serving.tell_how_streams_end,
+        ),
+        (
+            "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._build_chat_response",
+            serving.tell_how_answers_end,
+        ),
+    ):
+        catalog.wrap(symbol, factory)
     catalog.wrap(budget.PROCESSOR, budget.with_ids_of_the_tokenizer)
 
 

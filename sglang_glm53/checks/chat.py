@@ -17,6 +17,11 @@ def _is_glm53(template: str) -> bool:
 
 
 def _edited_template(facts: Facts) -> Verdict:
+    if (
+        facts.environment.get("GLM53_PARSERS") != "stock"
+        and facts.arg("reasoning_parser") != "auto"
+    ):
+        return None  # our parsers ask the rendered prompt (chat/serving.py)
     template = facts.chat_template
     if SIGNATURE[0] not in template or SWITCH in template or _is_glm53(template):
         return None
@@ -77,13 +82,13 @@ RULES: tuple[Rule, ...] = (
         id="chat-template-unknown",
         title="SGLang knows the chat template as GLM-5.3's",
         severity=WARN,
-        reads=("chat_template",),
+        reads=("args", "chat_template", "environment"),
         condition=_edited_template,
         message="SGLang does not know the chat template as GLM-5.3's: {missing!r} is missing",
-        cure="put it back, or check that reasoning comes apart from the answer",
+        cure=f"put it back, or give --reasoning-parser {REASONING} and unset GLM53_PARSERS",
         symptom="Raw reasoning and a literal </think> in the answer.",
         cause="GLM-5.3 always thinks and its prompt opens <think>; SGLang tells by the template's "
-        "text whether to expect that.",
+        "text whether to expect that, and what `auto` stands for. Our parsers ask the prompt.",
         source=(
             "sgl-project/sglang#39227",
             "vllm-project/vllm#54744",
@@ -137,7 +142,7 @@ RULES: tuple[Rule, ...] = (
         reads=("args", "chat_template"),
         condition=_thinking_off,
         message="{what} in --default-chat-template-kwargs: GLM-5.3 always thinks, with effort low, "
-        "high or max; anything else is taken for max",
+        "high or max; no thinking is answered with low, and anything else with max",
         cure='use \'{{"reasoning_effort": "low"}}\'',
         symptom="Long reasoning although it was switched off, or reasoning in the answer's text.",
         cause="enable_thinking was GLM-5.2's switch; GLM-5.3's template does not read it.",
@@ -146,19 +151,5 @@ RULES: tuple[Rule, ...] = (
             "sgl-project/sglang#39227",
             "smg-project/smg#2538",
         ),
-    ),
-    Rule(
-        id="thinking-budget-ids",
-        title="a thinking budget counts GLM-5's tokens",
-        severity=WARN,
-        reads=("args",),
-        condition=lambda facts: bool(facts.arg("enable_custom_logit_processor")),
-        message="SGLang's processor for a thinking budget of GLM (Glm4MoeThinkingBudget...) has "
-        "GLM-4's token ids: on GLM-5.3 it does nothing",
-        cure="send a processor with the ids of <think> and </think> from tokenizer_config.json "
-        "(GLM-5: 154841 and 154842)",
-        symptom="thinking_budget is accepted and ignored.",
-        cause="The processor's ids are constants of another vocabulary.",
-        source=("sgl-project/sglang#20274", "sgl-project/sglang#20275"),
     ),
 )

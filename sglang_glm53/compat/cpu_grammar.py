@@ -11,13 +11,16 @@ from typing import Any
 
 from sglang_glm53 import catalog
 
-_MODULE = "sglang.srt.constrained.xgrammar_backend:"
-
 
 def install() -> None:
     """Set the changes (rows of the catalog)."""
-    catalog.wrap(_MODULE + "XGrammarGrammar.apply_vocab_mask", _of_a_grammar)
-    catalog.wrap(_MODULE + "XGrammarGrammarBackend.apply_vocab_mask", _of_the_backend)
+    catalog.wrap(
+        "sglang.srt.constrained.xgrammar_backend:XGrammarGrammar.apply_vocab_mask", _of_a_grammar
+    )
+    catalog.wrap(
+        "sglang.srt.constrained.xgrammar_backend:XGrammarGrammarBackend.apply_vocab_mask",
+        _of_the_backend,
+    )
 
 
 def _of_a_grammar(original: Callable[..., None]) -> Callable[..., None]:

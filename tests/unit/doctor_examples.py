@@ -635,8 +635,16 @@ CHATS: dict[str, Example] = {
         {"checkpoint": HERE, "raw_config": CONFIG, "chat_template": TEMPLATE},
     ),
     "chat-template-unknown": Example(
-        {"chat_template": TEMPLATE.replace("Reasoning Effort:", "Effort:")},
-        {"chat_template": TEMPLATE},
+        {
+            "args": {"reasoning_parser": "glm45"},
+            "chat_template": TEMPLATE.replace("Reasoning Effort:", "Effort:"),
+            "environment": {"GLM53_PARSERS": "stock"},
+        },
+        {
+            "args": {"reasoning_parser": "glm45"},
+            "chat_template": TEMPLATE.replace("Reasoning Effort:", "Effort:"),
+            "environment": {},
+        },
         ("Reasoning Effort:",),
     ),
     "tool-call-parser": Example(
@@ -657,7 +665,6 @@ CHATS: dict[str, Example] = {
         },
         ("enable_thinking",),
     ),
-    "thinking-budget-ids": Example({"args": {"enable_custom_logit_processor": True}}, {"args": {}}),
 }
 
 GATE = "model.layers.1.mlp.experts.0.down_proj.weight"
