@@ -29,7 +29,10 @@ class RequestTools:
     def __init__(self, tools: list[Tool], detector: Glm47MoeDetector) -> None:
         self._tools = tools
         self._detector = detector
-        self._schemas = {tool.function.name: tool.function.parameters or {} for tool in tools or []}
+        self._schemas: dict[str, dict[str, Any]] = {}
+        for tool in tools or []:
+            schema = tool.function.parameters  # the client's: anything
+            self._schemas[tool.function.name] = schema if isinstance(schema, dict) else {}
         self.names = frozenset(name for name in self._schemas if name)
 
     def is_known(self, name: str) -> bool:
@@ -39,7 +42,7 @@ class RequestTools:
         return frozenset(get_schema_properties(self._schemas.get(name, {})))
 
     def is_text(self, name: str, key: str) -> bool:
-        return get_argument_type(name, key, self._tools) == "string"
+        return self._type(name, key) == "string"
 
     def waits(self, name: str) -> bool:
         schema = self._schemas.get(name, {})
@@ -52,13 +55,17 @@ class RequestTools:
             read = self._detector._parse_argument_pairs(pairs, name, self._tools)
         except Exception:  # a value that no parser of SGLang's takes, nested too deeply for one
             return written
-        if not self.waits(name):
-            return read
-        found = {key: value for key, value in read.items() if isinstance(value, str)}
-        return {**read, **{key: written[key] for key in found if self._is_plain(name, key, read)}}
+        if self.waits(name):
+            for key, value in read.items():
+                if isinstance(value, str) and self._type(name, key, read) == "string":
+                    read[key] = written[key]
+        return read
 
-    def _is_plain(self, name: str, key: str, read: Mapping[str, Any]) -> bool:
-        return get_argument_type(name, key, self._tools, dict(read)) == "string"
+    def _type(self, name: str, key: str, arguments: dict[str, Any] | None = None) -> str | None:
+        try:
+            return get_argument_type(name, key, self._tools, arguments)
+        except Exception:  # a schema that is none, such as "properties": null
+            return None
 
 
 class Glm53ToolDetector(Glm47MoeDetector):

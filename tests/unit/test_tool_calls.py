@@ -250,6 +250,32 @@ def test_types_that_depend_on_another_argument() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None,
+        {},
+        True,
+        [],
+        {"properties": None},
+        {"properties": []},
+        {"properties": {"v": 7}},
+        {"anyOf": None},
+        {"oneOf": [3]},
+        {"$ref": "#/none"},
+        {"$ref": "#"},
+        {"type": 5},
+    ],
+    ids=str,
+)
+def test_a_clients_schema_may_be_anything(schema: Any) -> None:
+    tools = [Tool(function=Function(name="put", parameters=schema))]
+    text = "A" + call("put", arg("v", "word")) + "B"
+    expected = ("AB", [("put", {"v": "word"})])
+    assert whole(Glm53ToolDetector(), text, tools) == expected
+    assert streamed(Glm53ToolDetector(), list(text), tools) == expected
+
+
 def test_long_values_take_time_in_proportion() -> None:
     """Work counted in characters looked at, not in seconds: a few looks at each, at most."""
     detector = Glm53ToolDetector()
