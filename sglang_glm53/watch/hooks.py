@@ -8,7 +8,6 @@ from typing import Any
 from sglang_glm53 import catalog, support
 from sglang_glm53.watch import options, probe
 from sglang_glm53.watch.alarms import NOT_FINITE, Book
-from sglang_glm53.watch.options import Options
 from sglang_glm53.watch.request import Alarm, Watched
 
 _DECODED = (
@@ -191,6 +190,3 @@ def _one_stage() -> bool:
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel().pp_size == 1
-
-
-__all__ = ["Options", "block", "install"]

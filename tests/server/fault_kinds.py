@@ -124,6 +124,22 @@ def chat(target: Target, rng: random.Random) -> Outcome:
     return Outcome("chat", 200, reply.json()["usage"]["completion_tokens"])
 
 
+def constrained(target: Target, rng: random.Random) -> Outcome:
+    """An answer that must be JSON of a schema, and one that is no schema."""
+    schema: Any = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}
+    broken = rng.random() < 0.3
+    if broken:
+        schema = {"type": rng.choice(("poem", "\ud83d", 7))}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    body = _chat([{"role": "user", "content": "x"}], rng, response_format=form)
+    reply = _post(target, "/v1/chat/completions", body)
+    if broken:
+        return _answered_or_refused(reply, "no schema")
+    if reply.status_code != 200:
+        return Outcome("constrained", reply.status_code, wrong=f"refused: {reply.text[:200]}")
+    return Outcome("constrained", 200, reply.json()["usage"]["completion_tokens"])
+
+
 def surrogate(target: Target, rng: random.Random) -> Outcome:
     """Half of a surrogate pair, which JSON can say and UTF-8 cannot."""
     text = json.dumps(_chat([{"role": "user", "content": "half \ud83d"}], rng))
@@ -292,6 +308,7 @@ KINDS: tuple[tuple[Kind, int], ...] = (
     (stream, 30),
     (slow_reader, 8),
     (chat, 12),
+    (constrained, 4),
     (surrogate, 2),
     (leave, 12),
     (abort, 10),
