@@ -199,7 +199,7 @@ class _Call:
         if self._piece() == "</arg_key>":  # the key stands beside the name
             self.pieces = [*pieces]
             self.at -= 1
-            self.pieces[self.at] = pieces[self.at].lstrip()[len(name) :]
+            self.pieces[self.at] = pieces[self.at].lstrip()[len(name) :].lstrip()
 
     def read(self) -> tuple[int, str, dict[str, Any]]:
         """Where it ends, what of it is content, and its arguments."""
