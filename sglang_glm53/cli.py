@@ -10,10 +10,21 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from sglang_glm53 import __version__
-from sglang_glm53.commands import bench, check, demo, doctor, ledger, recipe, status, tiny, trace
+from sglang_glm53.commands import (
+    bench,
+    check,
+    demo,
+    doctor,
+    ledger,
+    patch,
+    recipe,
+    status,
+    tiny,
+    trace,
+)
 from sglang_glm53.errors import Glm53Error, describe
 
-COMMANDS = (demo, status, doctor, check, recipe, tiny, bench, ledger, trace)
+COMMANDS = (demo, status, doctor, check, patch, recipe, tiny, bench, ledger, trace)
 
 DESCRIPTION = """\
 GLM-5.3 in SGLang, served by this package's own model code.
@@ -22,6 +33,7 @@ GLM-5.3 in SGLang, served by this package's own model code.
   glm53 status http://HOST:PORT     which classes serve on a running server
   glm53 doctor -- SGLANG ARGS       what would go wrong, before a weight is loaded
   glm53 check DIR                   whether a checkpoint is whole, from its files' headers
+  glm53 patch                       patches of SGLang's source: list, status, apply, revert
   glm53 recipe                      launch commands for a deployment: list, show, check, run
   glm53 tiny DIR                    write a tiny checkpoint with random weights
   glm53 bench slice                 ours against SGLang's class: one rank of 8 GPUs on one GPU

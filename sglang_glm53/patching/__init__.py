@@ -1,0 +1,1 @@
+"""Patches of SGLang's source (patches/patches.yaml), applied and reverted exactly."""
