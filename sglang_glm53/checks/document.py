@@ -31,8 +31,8 @@ $ glm53 check DIR                                       # a checkpoint's files, 
 **warn**: it serves, slower or otherwise than you expect. Rules marked *at start* also run inside
 the server: a failure ends it with one line before a weight is loaded, a warning is logged once.
 `GLM53_DOCTOR=warn` logs failures too, `GLM53_DOCTOR=off` asks nothing. In what the doctor says, …
-stands for your values. [pain-points.md](pain-points.md) has the problems that were reported in
-public, the rule that sees each, and why no rule sees the others.
+stands for your values. [known-issues.md](known-issues.md) has the problems that were reported in
+public and where each stands: fixed here, seen by one of these rules, or why neither.
 """
 
 _THREAD = re.compile(r"^([\w.-]+/[\w.-]+)#(\d+)(.*)$")

@@ -1,4 +1,5 @@
-"""docs/troubleshooting.md is written from the rules; docs/pain-points.md names rules that exist."""
+"""docs/troubleshooting.md is written from the rules; docs/known-issues.md names rules and
+tests that exist."""
 
 from __future__ import annotations
 
@@ -45,22 +46,50 @@ def test_a_thread_becomes_a_link_and_other_text_stays() -> None:
     assert link("SGLang's source") == "SGLang's source"
 
 
-def _reported() -> Iterator[tuple[str, str, str]]:
-    for line in (DOCS / "pain-points.md").read_text().splitlines():
+STATUSES = ("fixed here", "caught", "stands", "not reproducible")
+ROOT = DOCS.parent
+
+
+def _rows(columns: int) -> Iterator[list[str]]:
+    """The rows of docs/known-issues.md that have so many columns, headings left out."""
+    for line in (DOCS / "known-issues.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| ") and cells[0] not in ("Reported", "---"):
-            assert len(cells) == 3, line
-            yield cells[0], cells[1], cells[2]
+        if line.startswith("| ") and cells[0] not in ("Reported", "Status"):
+            assert len(cells) in (3, 4), line
+            if len(cells) == columns:
+                yield cells
 
 
-def test_each_reported_problem_names_a_rule_or_a_reason() -> None:
-    rows = list(_reported())
+def _rules_named(text: str) -> set[str]:
+    return set(re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`", text))
+
+
+def _tests_named(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+
+
+def test_each_reported_problem_has_one_status_and_what_proves_it() -> None:
+    rows = list(_rows(4))
     assert len(rows) > 55
-    for what, threads, seen in rows:
+    for what, threads, status, why in rows:
         assert threads, what
-        named = re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`", seen)
-        assert set(named) <= IDS, f"{what}: no such rule: {set(named) - IDS}"
-        assert named or len(seen) > 15, f"{what}: neither a rule nor a reason"
+        assert status in STATUSES, f"{what}: {status}"
+        assert _rules_named(why) <= IDS, f"{what}: no such rule: {_rules_named(why) - IDS}"
+        for file, name in _tests_named(why):
+            assert f"def {name}(" in (ROOT / file).read_text(), f"{what}: no {name} in {file}"
+        assert why.count("::") == len(_tests_named(why)), f"{what}: a test's name cannot be read"
+        if status == "fixed here":
+            assert _tests_named(why), f"{what}: which test shows it?"
+        elif status == "caught":
+            assert _rules_named(why), f"{what}: which rule?"
+        else:
+            assert len(why) > 15, f"{what}: why, or what was tried?"
+
+
+def test_the_counts_of_the_statuses_are_right() -> None:
+    statuses = [status for _, _, status, _ in _rows(4)]
+    told = {name: int(count) for name, count, _ in _rows(3)}
+    assert told == {status: statuses.count(status) for status in STATUSES}
 
 
 # --- the rules speak of what SGLang has ----------------------------------------------------------
