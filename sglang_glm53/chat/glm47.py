@@ -80,6 +80,7 @@ class Glm53ToolDetector(Glm47MoeDetector):
         reader = CallReader(RequestTools(tools, self))
         said: list[str] = []
         calls: list[ToolCallItem] = []
+        arguments: list[list[str]] = []  # pieces of each call's
         indices = self._get_tool_indices(tools)
         for event in reader.feed(text) + reader.finish():
             if isinstance(event, Text):
@@ -90,10 +91,11 @@ class Glm53ToolDetector(Glm47MoeDetector):
                         tool_index=indices.get(event.name, -1), name=event.name, parameters=""
                     )
                 )
+                arguments.append([])
             elif isinstance(event, Arguments):
-                calls[-1].parameters += event.json
-        for call in calls:
-            call.parameters = _without_repeats(call.parameters)
+                arguments[-1].append(event.json)
+        for call, pieces in zip(calls, arguments, strict=True):
+            call.parameters = _without_repeats("".join(pieces))
         return StreamingParseResult(normal_text="".join(said), calls=calls)
 
     def parse_streaming_increment(self, new_text: str, tools: list[Tool]) -> StreamingParseResult:
@@ -117,16 +119,15 @@ class Glm53ToolDetector(Glm47MoeDetector):
                 said.append(event.text)
             elif isinstance(event, CallStart):
                 self.current_tool_id += 1
-                # SGLang completes a call's arguments from these two at a stream's end; they are
-                # equal here, for the reader completes them itself.
+                # SGLang completes a call's arguments from these two at a stream's end. The reader
+                # completes them itself, so they stay empty: kept, they cost a copy of all
+                # arguments so far with each token.
                 self.prev_tool_call_arr.append({"name": event.name, "arguments": ""})
                 self.streamed_args_for_tool.append("")
                 calls.append(
                     ToolCallItem(tool_index=self.current_tool_id, name=event.name, parameters="")
                 )
             elif isinstance(event, Arguments):
-                self.prev_tool_call_arr[-1]["arguments"] += event.json
-                self.streamed_args_for_tool[-1] += event.json
                 last = calls[-1] if calls else None
                 if last is not None and last.name is None:
                     last.parameters += event.json

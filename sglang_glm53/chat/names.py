@@ -14,7 +14,8 @@ from sglang_glm53.chat.events import Tools
 LONGEST_NAME = 128  # characters; OpenAI's limit is 64
 LONGEST_KEY = 256
 # What may be a tool's name: OpenAI's letters, and those that namespaces use.
-_NAME = re.compile(rf"\s*[\w.:/-]{{0,{LONGEST_NAME}}}\s*", re.ASCII)
+_NAME = re.compile(rf"[\w.:/-]{{0,{LONGEST_NAME}}}", re.ASCII)
+_SPACE = " \t\n\r\f\v"  # stripped, not matched: a regex with \s* at both ends is quadratic
 
 
 class Names:
@@ -58,7 +59,7 @@ class Names:
         return rest.startswith(tags.KEY_END, end)
 
     def _may_be_header(self, head: str) -> bool:
-        if _NAME.fullmatch(head):
+        if _NAME.fullmatch(head.strip(_SPACE)):
             return True
         start = head.lstrip()
         if len(start) > LONGEST_NAME + LONGEST_KEY:

@@ -50,14 +50,15 @@ class CallReader:
         self._pairs: list[tuple[str, str]] = []  # arguments kept until the call ends
         self._key = ""
         self._written = ""  # the open argument as the model wrote it
-        self._seen = 0  # of the buffer, characters known to hold no end of the value
+        self._value: list[str] = []  # pieces of the open value that have left the buffer
         self._streams = False  # the open value is passed on while it grows
 
     def feed(self, text: str) -> list[Event]:
         """What another piece of the answer settles, in order."""
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
+        for piece in tags.slices(text):
+            self._buffer += piece
+            while self._buffer and self._state():
+                pass
         return self._taken()
 
     def finish(self) -> list[Event]:
@@ -74,6 +75,7 @@ class CallReader:
         else:
             self._say(self._buffer)
         self._buffer = self._written = ""
+        self._value = []
         self._state = self._in_text
         self._events.extend(self._layout.finish())
         return self._taken()
@@ -173,7 +175,6 @@ class CallReader:
             self._state = self._between
             return self._say_written()
         self._written += self._begin_argument(start + len(tags.VALUE))
-        self._seen = 0
         self._streams = (
             self._is_call
             and not self._tools.waits(self._name)
@@ -185,29 +186,27 @@ class CallReader:
         return True
 
     def _in_value(self) -> bool:
-        end = self._buffer.find(tags.VALUE_END, self._seen)
-        if end < 0:
-            safe = len(self._buffer) - tags.begun(self._buffer, (tags.VALUE_END,))
-            if self._streams:
-                piece = self._take(safe)
-                self._written += piece
-                self._give(escaped(piece))
-            else:
-                self._seen = safe
-            return False
-        value = self._take(end)
+        end = self._buffer.find(tags.VALUE_END)
+        whole = end >= 0
+        if not whole:
+            end = len(self._buffer) - tags.begun(self._buffer, (tags.VALUE_END,))
+        piece = self._take(end)
+        self._value.append(piece)
         if self._streams:
-            self._give(escaped(value) + '"')
-        elif not self._is_call:
+            self._give(escaped(piece) + ('"' if whole else ""))
+        if not whole:
+            return False
+        value, self._value = "".join(self._value), []
+        if not self._is_call:
             self._say(value)
         elif self._tools.waits(self._name):
             self._pairs.append((self._key, value))
-        else:
+        elif not self._streams:
             read = self._tools.read(self._name, [(self._key, value)])
             self._give(self._opening() + to_json(read[self._key], value))
         self._drop(len(tags.VALUE_END))
         self._count += 1
-        self._written, self._seen = "", 0
+        self._written = ""
         self._state = self._between
         return True
 
@@ -256,7 +255,7 @@ class CallReader:
         if self._streams:
             self._give('", ' + to_json(self._key, self._key) + ": null")
             self._count += 1
-        self._say(self._written + self._buffer)
+        self._say(self._written + "".join(self._value) + self._buffer)
         self._end_call()
 
     def _end_call(self) -> None:

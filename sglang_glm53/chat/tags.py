@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 ALL = (CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END)
 
+_SLICE = 4096  # characters
 _ANY = re.compile("|".join(ALL))
 _SPACE = re.compile(r"\s*")
 # SGLang's parser takes a written-out \n between a key and its value for white space too.
 _SPACE_OR_WRITTEN = re.compile(r"(?:\\n|\s)*")
+
+
+def slices(text: str) -> Iterator[str]:
+    """`text` in short pieces. A reader drops what it has read from the front of its buffer, which
+    copies the rest: short buffers keep the time for a long answer linear in its length."""
+    return (text[start : start + _SLICE] for start in range(0, len(text), _SLICE))
 
 
 def first(text: str, start: int = 0) -> re.Match[str] | None:

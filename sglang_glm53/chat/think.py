@@ -43,14 +43,7 @@ class ThinkReader:
 
     def feed(self, text: str) -> tuple[str, str]:
         """What another piece of the answer settles."""
-        self._buffer += text
-        if self._at_start and not self._start():
-            return "", ""
-        if not self._thinks:
-            answer, self._buffer = self._buffer, ""
-            self._answered |= bool(answer)
-            return "", answer
-        answer = self._think()
+        answer = "".join([self._read(piece) for piece in tags.slices(text)])
         return self._reasoning() if self._streams or not self._thinks else "", answer
 
     def finish(self, *, by_itself: bool) -> tuple[str, str]:
@@ -68,6 +61,17 @@ class ThinkReader:
         if by_itself and not self._answered:
             return "", "".join(self._thought)
         return self._reasoning(), ""
+
+    def _read(self, piece: str) -> str:
+        """Take a piece in; the answer's text that it settles."""
+        self._buffer += piece
+        if self._at_start and not self._start():
+            return ""
+        if self._thinks:
+            return self._think()
+        answer, self._buffer = self._buffer, ""
+        self._answered |= bool(answer)
+        return answer
 
     def _start(self) -> bool:
         """Take a tag at the answer's very beginning; False: it is not settled whether one is."""

@@ -42,7 +42,9 @@ def streamed(detector: Any, pieces: Iterable[str], tools: list[Any] = TOOLS) -> 
             else:
                 assert item.tool_index == len(calls) - 1  # no call goes on after the next began
                 calls[-1][1] += item.parameters
-    assert [call[1] for call in calls] == detector.streamed_args_for_tool
+    # Nothing is left for SGLang to complete: ours keeps no copy, its own keeps what it gave.
+    kept = detector.streamed_args_for_tool
+    assert kept in ([""] * len(calls), [call[1] for call in calls])
     return content, [(name, strict(arguments)) for name, arguments in calls]
 
 
