@@ -11,15 +11,21 @@ import os
 from typing import Any
 
 from sglang_glm53 import catalog, support
-from sglang_glm53.errors import degraded
+from sglang_glm53.errors import Glm53Error, degraded
 
 TOOLS, REASONING = "glm47", "glm45"
+VARIABLE = "GLM53_PARSERS"
 
 
 def install() -> None:
-    """Set the changes (rows of the catalog)."""
+    """Set the changes (rows of the catalog).
+
+    Raises:
+        Glm53Error: GLM53_PARSERS says nothing that is known.
+    """
     from sglang_glm53.chat import budget, serving
 
+    wanted()  # a wrong value is told before weights are read
     for symbol, factory in (
         (
             "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat.__init__",
@@ -47,8 +53,15 @@ def install() -> None:
 
 
 def wanted() -> bool:
-    """Whether our parsers are to serve (GLM53_PARSERS)."""
-    return os.environ.get("GLM53_PARSERS") != "stock" and degraded() is None
+    """Whether our parsers are to serve (GLM53_PARSERS).
+
+    Raises:
+        Glm53Error: the variable has another value than "ours" or "stock".
+    """
+    wish = os.environ.get(VARIABLE, "")
+    if wish not in ("", "ours", "stock"):
+        raise Glm53Error(f"{VARIABLE}={wish} is unknown; use {VARIABLE}=ours or stock, or unset it")
+    return wish != "stock" and degraded() is None
 
 
 def _with_our_parsers(original: Any) -> Any:

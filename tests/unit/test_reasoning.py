@@ -13,6 +13,7 @@ from sglang.srt.parser.reasoning_parser import Glm45Detector, ReasoningParser
 
 from sglang_glm53.chat import budget, install, serving
 from sglang_glm53.chat.glm45 import Glm53ReasoningDetector, ended_by_itself
+from sglang_glm53.errors import Glm53Error
 
 CALL = "<tool_call>now</tool_call>"
 
@@ -359,3 +360,9 @@ def test_other_models_keep_sglangs_parsers(
     config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
     build(SimpleNamespace(), SimpleNamespace(model_config=config), None)
     assert bool(registered) is ours
+
+
+def test_an_unknown_wish_for_parsers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLM53_PARSERS", "sotck")
+    with pytest.raises(Glm53Error, match="GLM53_PARSERS=sotck is unknown; use .*stock"):
+        install.install()
