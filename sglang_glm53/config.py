@@ -24,7 +24,8 @@ MODEL_DEFINITION: dict[str, Any] = {
 
 TRANSFORMERS_THETA = 10000
 _MAY_BE_ZERO = ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts")
-_MOST_LAYERS = 10_000  # a typing error, not a model
+# More is a typing error, not a model.
+_MOST = {"num_hidden_layers": (10_000, 78), "n_routed_experts": (10_000, 256)}
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,9 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
         if not whole and not 0 < value < float("inf") or whole and value < least:
             wanted = f"{least} or more" if whole else "above 0"
             raise Glm53Error(f"config.json: {name} is {_short(value)}, and must be {wanted}")
-    if values["num_hidden_layers"] > _MOST_LAYERS:
-        raise Glm53Error(
-            f"config.json: num_hidden_layers is {values['num_hidden_layers']:,}; GLM-5.3 has 78"
-        )
+    for name, (most, own) in _MOST.items():
+        if values[name] > most:
+            raise Glm53Error(f"config.json: {name} is {_short(values[name])}; GLM-5.3 has {own}")
 
 
 def _short(value: Any) -> str:

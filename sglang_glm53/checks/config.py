@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sglang_glm53.checks.arguments import as_written
 from sglang_glm53.checks.facts import Facts
 from sglang_glm53.checks.features import stands_down
@@ -74,11 +72,13 @@ def _tokenizer_missing(facts: Facts) -> Verdict:
 
 def _added_tokens(facts: Facts) -> dict[str, int]:
     """Token ids by text, of tokens that are added to the vocabulary."""
-    added: dict[str, Any] = facts.tokenizer_config.get("added_tokens_decoder") or {}
+    added = facts.tokenizer_config.get("added_tokens_decoder") or {}
+    if not isinstance(added, dict):
+        return {}
     return {
         str(token.get("content")): int(number)
         for number, token in added.items()
-        if isinstance(token, dict)
+        if isinstance(token, dict) and str(number).isdecimal()
     }
 
 

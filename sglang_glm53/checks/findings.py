@@ -68,6 +68,9 @@ def tensors_of(facts: Facts) -> dict[str, Tensor]:
             continue
         experts, kind = match.groups()
         count, rows, columns = tensor.shape
+        if count != facts.config.n_routed_experts:  # any number, where there are no bytes
+            result[name] = tensor
+            continue
         parts = {"down_proj": rows}
         if kind == "gate_up_proj":
             parts = {"gate_proj": rows // 2, "up_proj": rows // 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -86,6 +87,8 @@ def scan(folder: Path | None, progress: Progress | None = None) -> Headers | Non
     problems, also, broken = [], {}, set()
     for number, file in enumerate(files):
         try:
+            if file != Path(file).name:
+                raise ValueError("lies elsewhere; SGLang reads files of the folder itself alone")
             for name, tensor in read(folder / file):
                 if name in tensors:
                     also[name] = tensors[name].file
@@ -139,7 +142,12 @@ def read(path: Path) -> Iterator[tuple[str, Tensor]]:
         OSError: it cannot be read.
         ValueError: it is truncated, or no safetensors file; the message says which.
     """
-    size = path.stat().st_size
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise ValueError("is a folder")
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
+        raise ValueError("no regular file")
+    size = status.st_size
     with path.open("rb") as file:
         start = file.read(_PREFIX)
         length = struct.unpack("<Q", start)[0] if len(start) == _PREFIX else None
@@ -149,7 +157,7 @@ def read(path: Path) -> Iterator[tuple[str, Tensor]]:
     if len(text) < length:
         raise ValueError("truncated inside its header")
     try:
-        header = json.loads(text)
+        header = json.loads(text.decode("utf-8"))  # of bytes it would take UTF-16 too
         entries = [_entry(name, entry) for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("its header is not safetensors'") from None

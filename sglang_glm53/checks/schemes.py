@@ -91,6 +91,9 @@ def _config(declared: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
         what = f"is not there, and {', '.join(sorted(packed))} matrices are"
         return [what] if packed else []
     wrong = []
+    for field in ("modules_to_not_convert", "ignored_layers"):
+        if not isinstance(declared.get(field) or [], list):
+            wrong.append(f"{field} must be a list of names")
     if method == "fp8":
         if declared.get("weight_block_size") != _BLOCK:
             wrong.append(f"weight_block_size is {declared.get('weight_block_size')}, not {_BLOCK}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -13,8 +14,13 @@ import pytest
 import safetensors
 
 from sglang_glm53 import cli
-from sglang_glm53.checks.headers import INDEX, Tensor, read, scan
+from sglang_glm53.checks import findings, schemes
+from sglang_glm53.checks.facts import Facts
+from sglang_glm53.checks.headers import INDEX, Headers, Tensor, read, scan
+from sglang_glm53.checks.reading import architectures
+from sglang_glm53.config import Glm53Config
 from sglang_glm53.errors import Glm53Error
+from sglang_glm53.ledger.glm53 import config_json
 
 
 def write(path: Path, header: dict[str, object], size: int = 0) -> None:
@@ -210,3 +216,52 @@ def test_a_folder_that_is_no_checkpoint_is_one_line(
         assert cli.main(["check", str(tmp_path)]) == 1
         assert wanted in capsys.readouterr().err
         (tmp_path / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("where", ["../other/a.safetensors", "sub/a.safetensors", "/dev/zero"])
+def test_an_index_that_leaves_the_folder_is_told(tmp_path: Path, where: str) -> None:
+    """SGLang reads the folder's own files alone, whatever the index says."""
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": where}}))
+    found = scan(tmp_path)
+    assert found is not None and not found.tensors
+    assert found.problems[0].startswith(f"{where}: lies elsewhere")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.safetensors")
+    found = scan(tmp_path)
+    assert found is not None and found.problems == ("a.safetensors: no regular file",)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_a_header_is_utf8_as_safetensors_demands(tmp_path: Path, encoding: str) -> None:
+    text = "{}".encode(encoding)
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    found = scan(tmp_path)
+    assert found is not None and "not safetensors'" in found.problems[0]
+
+
+def test_stacked_experts_without_bytes_are_not_counted_out(tmp_path: Path) -> None:
+    """A shape costs no bytes where one side is zero: 10**12 experts kept the command busy."""
+    name = "model.layers.3.mlp.experts.down_proj"
+    there = {name: Tensor("BF16", (10**12, 0, 5), "a.safetensors")}
+    facts = Facts.only(headers=Headers(there), config=Glm53Config.from_hf(config_json()))
+    assert findings.tensors_of(facts) == there
+
+
+def test_a_config_with_a_billion_experts_is_a_mistake() -> None:
+    with pytest.raises(Glm53Error, match="n_routed_experts is 1000000000; GLM-5.3 has 256"):
+        Glm53Config.from_hf({**config_json(), "n_routed_experts": 10**9})
+
+
+def test_fields_of_another_type_leave_no_rule_unjudged() -> None:
+    facts = Facts.only(
+        headers=Headers({}),
+        raw_config={
+            "architectures": "GlmMoeDsaForCausalLM",
+            "quantization_config": {"quant_method": "fp8", "modules_to_not_convert": 5},
+        },
+    )
+    assert architectures(facts) == ["GlmMoeDsaForCausalLM"]
+    found = schemes.misfits(facts)
+    assert isinstance(found, dict) and "must be a list of names" in str(found["details"])
