@@ -10,13 +10,17 @@ from sglang_glm53 import catalog, support
 from sglang_glm53.errors import describe
 
 
-def install() -> None:
-    """Set the changes (rows of the catalog)."""
+def install_for_requests() -> None:
+    """Set the changes of a process that reads requests (rows of the catalog)."""
     catalog.on_load("sglang.srt.entrypoints.http_server:app", refuse_bodies)
     catalog.wrap(
         "sglang.srt.managers.tokenizer_manager:TokenizerManager._validate_one_request",
         refuse_bad_tokens,
     )
+
+
+def install_for_updates() -> None:
+    """Set the changes of a process that holds weights (rows of the catalog)."""
     catalog.wrap(
         "sglang.srt.model_executor.model_runner_components.weight_updater:"
         "WeightUpdater.update_weights_from_disk",

@@ -29,14 +29,15 @@ def prepare_process() -> None:
     if cpu.has_no_gpu():
         cpu.prepare()
     guard_architecture()
-    read_chat()
+    read_requests()
 
 
-def read_chat() -> None:
-    """Parse what GLM-5 says with our parsers, in this process.
+def read_requests() -> None:
+    """Refuse what would end the server, and parse what GLM-5 says with our parsers.
 
     Here and not in `register_all`: SGLang runs no plugin in its extra tokenizer workers.
     """
+    from sglang_glm53 import guards
     from sglang_glm53.chat import install
 
     try:
@@ -44,6 +45,7 @@ def read_chat() -> None:
     except Glm53Error:
         return  # register_all says so
     install.install()
+    guards.install_for_requests()
 
 
 def guard_architecture() -> None:
@@ -109,7 +111,7 @@ def register_all() -> None:
         "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", _hook_last_check
     )
     hicache.install()
-    guards.install()
+    guards.install_for_updates()
     processes.watch()
     watch.install()
     status.publish()
