@@ -64,7 +64,9 @@ def run_status(args: argparse.Namespace) -> int:
         print(f"  {patch.name:<18} {state}")
         for path in tree.drifted(patch, found) if state == tree.DRIFTED else ():
             print(f"  {'':<18} not as SGLang {' or '.join(patch.versions)} has it: {path}")
-        code |= state == tree.DRIFTED
+        if state == tree.PARTLY:
+            print(f"  {'':<18} glm53 patch apply or revert {patch.name} completes it")
+        code |= state in (tree.DRIFTED, tree.PARTLY)
     return code
 
 
@@ -77,7 +79,7 @@ def run_change(args: argparse.Namespace) -> int:
     todo = []
     for patch in chosen:
         state = tree.state(patch, found)
-        if state == wanted:
+        if state in (wanted, tree.PARTLY):
             todo.append(patch)
         elif state == there or (state == tree.OTHER and not args.names):
             print(f"{patch.name}: {state}")
@@ -101,7 +103,7 @@ def _refusal(patch: book.Patch, state: str, found: tree.Tree) -> str:
     versions = " or ".join(patch.versions)
     if state == tree.OTHER:
         return f"{patch.name} is for SGLang {versions}; {found.root} has {found.version}"
-    files = ", ".join(map(str, tree.drifted(patch, found))) or "some of its files, not the others"
+    files = ", ".join(map(str, tree.drifted(patch, found)))
     return (
         f"{patch.name}: neither as SGLang {versions} has it nor as the patch leaves it: {files}; "
         "nothing was written. Install that SGLang again, or take the change in by hand"

@@ -20,6 +20,7 @@ from sglang_glm53.patching import unified
 from sglang_glm53.patching.book import Patch
 
 OUT, IN, DRIFTED, OTHER = "not applied", "applied", "drifted", "not for this version"
+PARTLY = "applied to some files only"  # a command was killed between two files
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,15 @@ def _version(root: Path) -> str | None:
 
 
 def state(patch: Patch, tree: Tree) -> str:
-    """OUT, IN, DRIFTED (a file is neither as the version has it nor as the patch leaves it, or
-    files disagree) or OTHER."""
+    """OUT, IN, PARTLY (each file is one of them), DRIFTED (a file is neither as the version has it
+    nor as the patch leaves it) or OTHER."""
     states = {_file_state(patch, tree, path) for path in patch.files}
     if states == {OUT} or states == {IN}:
         return states.pop()
     if tree.version is not None and tree.version not in patch.versions:
         return OTHER
+    if states == {OUT, IN}:
+        return PARTLY
     return DRIFTED
 
 
@@ -111,13 +114,15 @@ def _sha(content: bytes) -> str:
 
 
 def changes(patch: Patch, tree: Tree, *, back: bool) -> list[Change]:
-    """What applying (`back`: reverting) writes; the state must be OUT (IN).
+    """What applying (`back`: reverting) writes; the state must be OUT (IN) or PARTLY.
 
     Raises:
         Glm53Error: the diff does not fit the file that its row is for (a broken install).
     """
     result = []
     for path, hunks in patch.hunks.items():
+        if _file_state(patch, tree, path) == (OUT if back else IN):
+            continue
         content = (tree.root / path).read_bytes()
         new = unified.apply(content, unified.reverse(hunks) if back else hunks)
         if new is None:

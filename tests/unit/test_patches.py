@@ -317,6 +317,27 @@ def test_a_drifted_file_is_refused(
     assert "drifted" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("action", ["apply", "revert"])
+def test_a_command_that_was_killed_between_two_files_is_completed(
+    action: str, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = FILE.replace(".py", "_2.py")
+    folder = book.data_folder("patches")
+    (folder / "a.patch").write_bytes(DIFF + DIFF.replace(FILE.encode(), second.encode()))
+    rows = (folder / "patches.yaml").read_text()
+    sha = rows.rpartition(": ")[2].rstrip("}\n")
+    (folder / "patches.yaml").write_text(rows.replace(sha, f"{sha}, {second}: {sha}"))
+    (small / second).write_bytes(BEFORE)
+    told(capsys, 0, "apply", "--tree", small)
+    (small / second).write_bytes(BEFORE)
+    assert cli.main(["patch", "status", "--tree", str(small)]) == 1
+    said = capsys.readouterr().out
+    assert "some files only" in said and "apply or revert cure completes it" in said
+    told(capsys, 0, action, "--tree", small)
+    assert (small / FILE).read_bytes() == (small / second).read_bytes()
+    assert ((small / FILE).read_bytes() == BEFORE) is (action == "revert")
+
+
 def test_another_version_is_told(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (small / "sglang" / "_version.py").write_text("__version__ = version = '9.9.9'\n")
     (small / FILE).write_bytes(b"another\n")
