@@ -51,7 +51,7 @@ def table(
     for result in shown:
         what = f"{result.message}; {result.cure}" if result.message else result.rule.title
         lines.append(_wrapped(f"{result.status:<6}{result.rule.id}: {what}", wide, 6))
-        lines += [f"      - {detail}" for detail in result.details[:most]]
+        lines += [f"      - {printable(detail)}" for detail in result.details[:most]]
         if (more := len(result.details) - most) > 0:
             lines.append(f"      - and {more:,} more (--json lists them)")
     passed = sum(result.status == PASS for result in results)
@@ -73,12 +73,17 @@ def _rules(count: int) -> str:
 def _wrapped(line: str, columns: int, indent: int) -> str:
     """Lines of at most `columns`, with a hanging indent; options and paths stay whole."""
     return textwrap.fill(
-        line,
+        printable(line),
         columns,
         subsequent_indent=" " * indent,
         break_on_hyphens=False,
         break_long_words=False,
     )
+
+
+def printable(text: str) -> str:
+    """One line without what a terminal would obey: names of a checkpoint are anybody's."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def summary(results: Sequence[Result]) -> str:

@@ -14,7 +14,7 @@ import pytest
 import safetensors
 
 from sglang_glm53 import cli
-from sglang_glm53.checks import findings, schemes
+from sglang_glm53.checks import findings, report, schemes
 from sglang_glm53.checks.facts import Facts
 from sglang_glm53.checks.headers import INDEX, Headers, Tensor, read, scan
 from sglang_glm53.checks.reading import architectures
@@ -265,3 +265,7 @@ def test_fields_of_another_type_leave_no_rule_unjudged() -> None:
     assert architectures(facts) == ["GlmMoeDsaForCausalLM"]
     found = schemes.misfits(facts)
     assert isinstance(found, dict) and "must be a list of names" in str(found["details"])
+
+
+def test_names_do_not_reach_the_terminal_as_they_are() -> None:
+    assert report.printable("a\nb\x1b[31m\0 é") == "a\\nb\\x1b[31m\\x00 é"
