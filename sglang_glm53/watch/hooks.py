@@ -122,7 +122,8 @@ def _judge(
     from sglang_glm53.watch.logits import bad_requests
 
     _count_in(book, processor)
-    for request, new in zip(requests, tokens, strict=True):
+    # Not strict, as SGLang is: rows behind the requests' are padding, and no end of the scheduler.
+    for request, new in zip(requests, tokens, strict=False):
         if request.finished() or request.is_retracted or request.beam_group is not None:
             continue
         watched = request.__dict__.get(_STATE)

@@ -423,3 +423,9 @@ def test_the_doctor_reads_the_variable(value: str, what: str | None) -> None:
 
     found = _variables(SimpleNamespace(environment={"GLM53_WATCH": value}))
     assert found is None if what is None else what in found["what"] and found["do"]
+
+
+def test_rows_of_padding_do_not_end_the_scheduler() -> None:
+    reporter = SimpleNamespace(current_scheduler_metrics_enabled=False)
+    processor = SimpleNamespace(metrics_reporter=reporter)
+    hooks._judge(Book(Options()), processor, [], None, [[1]], 1)
