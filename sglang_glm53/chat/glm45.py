@@ -25,7 +25,10 @@ def ended_by_itself(ended: bool) -> Iterator[None]:
 
 
 class Glm53ReasoningDetector(Glm45Detector):
-    """Reasoning of GLM-4.5 to GLM-5.3: streams as whole answers, no tag in either part."""
+    """Reasoning of GLM-4.5 to GLM-5.3: streams as whole answers.
+
+    The tags that open and close the think block are in neither part; any other is text.
+    """
 
     # SGLang reads the constructor's parameter names; they are its own.
     def __init__(

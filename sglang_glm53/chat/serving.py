@@ -6,6 +6,7 @@ server without our reasoning parser it does what it did.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable
@@ -57,10 +58,12 @@ def opens_thinking(chat: Any, arguments: dict[str, Any]) -> bool | None:
         return None  # a conversation template of SGLang's own: there is no template to render
     tokenizer = chat.tokenizer_manager.tokenizer
     try:
-        key = (getattr(tokenizer, "chat_template", None), json.dumps(arguments, sort_keys=True))
+        # Clients choose the arguments: neither their number nor their length is kept.
+        asked = hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).digest()
+        key = (getattr(tokenizer, "chat_template", None), asked)
         known = chat.__dict__.setdefault("_glm53_opens_thinking", {})
         if key not in known:
-            if len(known) >= 64:  # clients choose the arguments
+            if len(known) >= 64:
                 known.clear()
             prompt = tokenizer.apply_chat_template(
                 [{"role": "user", "content": "?"}],
