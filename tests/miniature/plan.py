@@ -131,6 +131,25 @@ CPU = Preset(
 )
 
 
+EACH = {"promote": 0.97}
+
+SHORT = Preset(
+    stages=(
+        Stage(DENSE, 250, (128,), **EACH),
+        Stage(DENSE, 100, (128, 256), **EACH),
+        Stage(DENSE, 100, (128, 256, 512), **EACH),
+        Stage(DENSE, 100, (256, 512, 1024), **EACH),
+        Stage(DENSE, 100, (256, 1024, 2048), **EACH),
+        Stage(DENSE, 100, (512, 2048, 4096), **EACH),
+        Stage(DENSE, 120, (512, 2048, 4096, 8192), **EACH),
+        Stage(DENSE, 600, ALL, window=None, rates=(2e-3, 6e-4)),
+        Stage(INDEX, 250, ALL, tokens=32768, rates=(2e-3, 1e-3)),
+        Stage(SPARSE, 450, ALL, tokens=32768, rates=(6e-4, 5e-5), dense_share=0.2),
+        Stage(DRAFT, 350, (256, 512, 1024, 2048, 4096), tokens=32768, rates=(1e-3, 5e-5)),
+    )
+)
+
+
 def _scaled(preset: Preset, factor: float) -> Preset:
     stages = tuple(
         dataclasses.replace(s, rates=(s.rates[0] * factor, s.rates[1] * factor))
@@ -141,6 +160,7 @@ def _scaled(preset: Preset, factor: float) -> Preset:
 
 PRESETS = {
     "full": FULL,
+    "short": SHORT,
     "fast": _scaled(FULL, 1.75),
     "slow": _scaled(FULL, 0.5),
     "cpu": CPU,
