@@ -61,25 +61,25 @@ class Layout:
     """Leaves out white space that has only calls, the answer's start or its end on both sides."""
 
     def __init__(self) -> None:
-        self._space = ""
+        self._space: list[str] = []
         self._at_edge = True  # nothing but white space since the start or the last call
         self._calls = 0
 
     def text(self, text: str) -> list[Event]:
         """What of a text can be given."""
         if self._at_edge:
-            self._space += text
-            if self._space.isspace():
+            self._space.append(text)
+            if text.isspace():
                 return []
-            text, self._space, self._at_edge = self._space, "", False
+            text, self._space, self._at_edge = "".join(self._space), [], False
         return [Text(text)]
 
     def call(self) -> None:
         """A call begins."""
-        self._space, self._at_edge = "", True
+        self._space, self._at_edge = [], True
         self._calls += 1
 
     def finish(self) -> list[Event]:
         """What is left at the end."""
-        space, self._space = self._space, ""
+        space, self._space = "".join(self._space), []
         return [Text(space)] if space and not self._calls else []

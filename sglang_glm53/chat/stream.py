@@ -34,15 +34,17 @@ from sglang_glm53.chat.names import LONGEST_KEY, Names
 from sglang_glm53.chat.values import escaped, to_json
 
 
-class CallReader:
+class CallReader(tags.Growing):
     """Reads tool calls out of pieces of one answer; see the module for the rules."""
 
     def __init__(self, tools: Tools) -> None:
+        super().__init__()
         self._tools = tools
         self._names = Names(tools)
-        self._buffer = ""
         self._events: list[Event] = []
         self._state = self._in_text
+        # States that look for a tag behind white space.
+        self._waiting = (self._in_header, self._between, self._after_key)
         self._layout = Layout()
         self._name = ""
         self._is_call = False  # False: the open call is to an unknown tool, and is text
@@ -50,14 +52,16 @@ class CallReader:
         self._pairs: list[tuple[str, str]] = []  # arguments kept until the call ends
         self._key = ""
         self._written = ""  # the open argument as the model wrote it
+        self._space = 0  # of the buffer behind a key, white space at its start
         self._value: list[str] = []  # pieces of the open value that have left the buffer
         self._streams = False  # the open value is passed on while it grows
 
     def feed(self, text: str) -> list[Event]:
         """What another piece of the answer settles, in order."""
         for piece in tags.slices(text):
-            self._buffer += piece
-            while self._buffer and self._state():
+            settles = not (self._state in self._waiting and tags.adds_space(self._buffer, piece))
+            self._lengthen(piece)
+            while settles and self._buffer and self._state():
                 pass
         return self._taken()
 
@@ -163,11 +167,12 @@ class CallReader:
         # An <arg_value> where </arg_key> should stand: the key ends all the same.
         taken = length + (len(tags.KEY_END) if tag.group() == tags.KEY_END else 0)
         self._written += self._begin_argument(taken)
+        self._space = 0
         self._state = self._after_key
         return True
 
     def _after_key(self) -> bool:
-        start = tags.after_space(self._buffer, written=True)
+        self._space = start = tags.after_space(self._buffer, self._space, written=True)
         rest = self._buffer[start:]
         if not rest or rest == "\\" or tags.may_become(rest, (tags.VALUE,)):
             return False

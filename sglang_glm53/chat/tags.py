@@ -14,13 +14,32 @@ _SLICE = 4096  # characters
 _ANY = re.compile("|".join(ALL))
 _SPACE = re.compile(r"\s*")
 # SGLang's parser takes a written-out \n between a key and its value for white space too.
-_SPACE_OR_WRITTEN = re.compile(r"(?:\\n|\s)*")
+_SPACE_OR_WRITTEN = re.compile(r"(?:\s+|\\n)*")
+
+
+class Growing:
+    """A reader's text that is not read yet."""
+
+    def __init__(self) -> None:
+        self._buffer = ""
+
+    def _lengthen(self, piece: str) -> None:
+        # CPython lengthens a string in place where one local name alone refers to it.
+        buffer, self._buffer = self._buffer, ""
+        buffer += piece
+        self._buffer = buffer
 
 
 def slices(text: str) -> Iterator[str]:
     """`text` in short pieces. A reader drops what it has read from the front of its buffer, which
     copies the rest: short buffers keep the time for a long answer linear in its length."""
     return (text[start : start + _SLICE] for start in range(0, len(text), _SLICE))
+
+
+def adds_space(text: str, piece: str) -> bool:
+    """Whether `piece` adds white space to white space at the end of `text`. Between tags it settles
+    nothing that `text` did not, so a reader need not look at the whole again."""
+    return text[-1:].isspace() and piece.isspace()
 
 
 def first(text: str, start: int = 0) -> re.Match[str] | None:

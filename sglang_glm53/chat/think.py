@@ -22,7 +22,7 @@ THINK, THINK_END = "<think>", "</think>"
 _NAME = re.compile(re.escape(tags.CALL) + r"\s*[\w.:/-]{0,128}\s*", re.ASCII)
 
 
-class ThinkReader:
+class ThinkReader(tags.Growing):
     """Splits the pieces of one answer into (reasoning, answer).
 
     Args:
@@ -31,9 +31,9 @@ class ThinkReader:
     """
 
     def __init__(self, *, thinks: bool, streams: bool = True) -> None:
+        super().__init__()
         self._thinks = thinks
         self._streams = streams
-        self._buffer = ""
         self._at_start = True
         self._answered = False
         self._holds = False  # the buffer begins with what looks like a call
@@ -64,7 +64,10 @@ class ThinkReader:
 
     def _read(self, piece: str) -> str:
         """Take a piece in; the answer's text that it settles."""
-        self._buffer += piece
+        settles = self._holds or not tags.adds_space(self._buffer, piece)
+        self._lengthen(piece)
+        if not settles:
+            return ""
         if self._at_start and not self._start():
             return ""
         if self._thinks:
