@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ import pytest
 # Threads that wait for each other on tensors this small make a busy machine fifty times slower.
 # A server gets its share of the cores (server/harness.py).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell ignores Ctrl-C in what it runs in the background, and children inherit that; tests send
+# it to some.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -130,8 +130,6 @@ def laptop(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            # Where the tests run in the background of a script, SIGINT is ignored from the start.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         yield process, f"http://127.0.0.1:{port}", log
