@@ -18,6 +18,7 @@ from sglang_glm53.errors import Glm53Error
 INDEX = "model.safetensors.index.json"
 _LONGEST = 100 * 2**20  # bytes of a header; what safetensors itself accepts
 _MOST_SHARDS = 10_000  # a number beyond it is no numbering of shards
+_MOST = 2**64  # a number beyond it is none of safetensors', and a product of many takes minutes
 _PREFIX = 8  # bytes before it: its length
 _BITS = {
     **{name: 64 for name in ("F64", "I64", "U64")},
@@ -174,7 +175,7 @@ def _entry(name: str, entry: dict[str, Any]) -> tuple[str, str, tuple[int, ...],
     numbers = (*shape, first, last)
     if entry["dtype"] not in _BITS or not isinstance(entry["shape"], list):
         raise ValueError
-    if not all(type(number) is int and number >= 0 for number in numbers) or last < first:
+    if not all(type(number) is int and 0 <= number < _MOST for number in numbers) or last < first:
         raise ValueError
     return name, entry["dtype"], shape, first, last
 

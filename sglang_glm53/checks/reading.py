@@ -13,7 +13,7 @@ MTP = ("EAGLE", "NEXTN")
 
 def architectures(facts: Facts) -> list[str]:
     """What config.json calls the model."""
-    named = facts.raw_config.get("architectures") or ()
+    named = facts.raw_config.get("architectures") or []
     return [str(name) for name in (named if isinstance(named, list) else [named])]
 
 

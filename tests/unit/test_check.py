@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,9 @@ def test_another_architecture_is_not_called_garbage(
     (folder / "config.json").write_text('{"architectures": ["Glm5NextForConditionalGeneration"]}')
     out = said(capsys, folder, 0)
     assert "warn  other-architecture" in out and "fail  " not in out
+    for nothing in ("{}", '{"architectures": []}', '{"architectures": null}'):
+        (folder / "config.json").write_text(nothing)
+        assert "fail  config-garbage" in said(capsys, folder, 1)
     (folder / "config.json").write_text('{"architectures": ["GlmMoeDsaForCausalLM"]}')
     assert "fail  config-garbage" in said(capsys, folder, 1)
 
@@ -265,6 +269,16 @@ def test_fields_of_another_type_leave_no_rule_unjudged() -> None:
     assert architectures(facts) == ["GlmMoeDsaForCausalLM"]
     found = schemes.misfits(facts)
     assert isinstance(found, dict) and "must be a list of names" in str(found["details"])
+
+
+def test_numbers_of_any_length_are_no_shape(tmp_path: Path) -> None:
+    numbers = ",".join(["9" * 4000] * 500)
+    header = f'{{"a": {{"dtype": "F32", "shape": [{numbers}], "data_offsets": [0, 0]}}}}'.encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    began = time.process_time()
+    with pytest.raises(ValueError, match="its header is not safetensors'"):
+        list(read(tmp_path / "a.safetensors"))
+    assert time.process_time() - began < 3  # their product took 10 s
 
 
 def test_names_do_not_reach_the_terminal_as_they_are() -> None:
