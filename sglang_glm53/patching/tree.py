@@ -52,11 +52,10 @@ def find(folder: Path | None) -> Tree:
             raise Glm53Error("SGLang is not installed here; name a source tree with --tree DIR")
         root = Path(spec.submodule_search_locations[0]).parent
         return Tree(root, _version(root))
-    for root in (folder, folder / "python", folder.parent):
-        if (root / "sglang" / "srt").is_dir() and (
-            root != folder.parent or folder.name == "sglang"
-        ):
-            return Tree(root.resolve(), _version(root))
+    there = folder.resolve()  # "." has neither a name nor a parent
+    for root in (there, there / "python", *((there.parent,) if there.name == "sglang" else ())):
+        if (root / "sglang" / "srt").is_dir():
+            return Tree(root, _version(root))
     raise Glm53Error(f"{folder} holds no SGLang (sglang/srt or python/sglang/srt); name its folder")
 
 
@@ -64,7 +63,8 @@ def _version(root: Path) -> str | None:
     """By the generated file of a release, or by the metadata beside the package."""
     try:
         found = re.search(
-            r"__version__ = .*?'([\w.+]+)'", (root / "sglang/_version.py").read_text()
+            r"__version__ = .*?'([\w.+]+)'",
+            (root / "sglang/_version.py").read_text(encoding="utf-8", errors="replace"),
         )
     except OSError:
         found = None

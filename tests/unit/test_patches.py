@@ -346,6 +346,21 @@ def test_another_version_is_told(small: Path, capsys: pytest.CaptureFixture[str]
     assert "not for this version" in told(capsys, 0, "status", "--tree", small)
 
 
+@pytest.mark.parametrize("inside", ["", "sglang"])
+def test_the_tree_is_found_from_inside(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, inside: str
+) -> None:
+    monkeypatch.chdir(small / inside)
+    assert "not applied" in told(capsys, 0, "status", "--tree", ".")
+
+
+def test_a_version_that_is_no_text_is_unknown(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (small / "sglang" / "_version.py").write_bytes(b"\xff\xfe")
+    assert "SGLang of unknown version" in told(capsys, 0, "status", "--tree", small)
+
+
 def test_what_is_not_there_is_one_line(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no patch 'other'" in told(capsys, 1, "apply", "other", "--tree", small)
     assert "holds no SGLang" in told(capsys, 1, "status", "--tree", small / "sglang" / "srt")
