@@ -20,6 +20,7 @@ from sglang_glm53.chat import tags
 THINK, THINK_END = "<think>", "</think>"
 # The beginning of a call, whole or still growing, at the place of its first character.
 _NAME = re.compile(re.escape(tags.CALL) + r"\s*[\w.:/-]{0,128}\s*", re.ASCII)
+_SPACE = re.compile(r"\s+", re.ASCII)  # what that takes for white space
 
 
 class ThinkReader(tags.Growing):
@@ -64,7 +65,7 @@ class ThinkReader(tags.Growing):
 
     def _read(self, piece: str) -> str:
         """Take a piece in; the answer's text that it settles."""
-        settles = self._holds or not tags.adds_space(self._buffer, piece)
+        settles = not self._waits(piece)
         self._lengthen(piece)
         if not settles:
             return ""
@@ -75,6 +76,13 @@ class ThinkReader(tags.Growing):
         answer, self._buffer = self._buffer, ""
         self._answered |= bool(answer)
         return answer
+
+    def _waits(self, piece: str) -> bool:
+        """Whether a piece is white space where more of it settles nothing: at the start, or behind
+        what may be a call's name."""
+        if self._holds or not tags.adds_space(self._buffer, piece):
+            return False
+        return self._at_start or _SPACE.fullmatch(piece) is not None
 
     def _start(self) -> bool:
         """Take a tag at the answer's very beginning; False: it is not settled whether one is."""

@@ -56,6 +56,13 @@ EXAMPLES = [
 IDS = [name for name, *_ in EXAMPLES]
 
 
+@pytest.mark.parametrize("space", [" \u3000", " \x1c", "\n\xa0"])
+def test_white_space_that_ends_no_name_is_given_however_it_is_cut(space: str) -> None:
+    """Behind a call's name only ASCII's may follow; other white space makes it a word."""
+    text = "Use <tool_call>" + space
+    assert streamed([text]) == streamed(list(text)) == (text, text)
+
+
 @pytest.mark.parametrize(("text", "parts"), [e[1:] for e in EXAMPLES], ids=IDS)
 def test_example(text: str, parts: tuple[str, str]) -> None:
     assert whole(text) == parts
