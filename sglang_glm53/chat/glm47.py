@@ -21,6 +21,7 @@ from sglang_glm53.chat.stream import CallReader
 from sglang_glm53.chat.values import to_json
 
 _UNIONS = ("anyOf", "oneOf", "allOf", "$ref")
+_MOST_STEPS = 10_000  # of SGLang's walk through a schema, which it takes again for each argument
 
 
 class RequestTools:
@@ -29,6 +30,7 @@ class RequestTools:
     def __init__(self, tools: list[Tool], detector: Glm47MoeDetector) -> None:
         self._tools = tools
         self._detector = detector
+        self._typed: dict[str, list[Tool]] = {}
         self._schemas: dict[str, dict[str, Any]] = {}
         for tool in tools or []:
             schema = tool.function.parameters  # the client's: anything
@@ -52,7 +54,7 @@ class RequestTools:
         """Types of SGLang's choice; a value that is a string in any case is left as it stands."""
         written = dict(pairs)
         try:
-            read = self._detector._parse_argument_pairs(pairs, name, self._tools)
+            read = self._detector._parse_argument_pairs(pairs, name, self._with_types(name))
         except Exception:  # a value that no parser of SGLang's takes, nested too deeply for one
             return written
         if self.waits(name):
@@ -63,9 +65,16 @@ class RequestTools:
 
     def _type(self, name: str, key: str, arguments: dict[str, Any] | None = None) -> str | None:
         try:
-            return get_argument_type(name, key, self._tools, arguments)
+            return get_argument_type(name, key, self._with_types(name), arguments)
         except Exception:  # a schema that is none, such as "properties": null
             return None
+
+    def _with_types(self, name: str) -> list[Tool]:
+        """The tool of a name, if its schema gives types in a time that others can wait."""
+        if name not in self._typed:
+            found = [tool for tool in self._tools or [] if tool.function.name == name][:1]
+            self._typed[name] = found if found and _is_short(found[0].function.parameters) else []
+        return self._typed[name]
 
 
 class Glm53ToolDetector(Glm47MoeDetector):
@@ -136,6 +145,50 @@ class Glm53ToolDetector(Glm47MoeDetector):
                         ToolCallItem(tool_index=self.current_tool_id, parameters=event.json)
                     )
         return StreamingParseResult(normal_text="".join(said), calls=calls)
+
+
+def _is_short(schema: Any) -> bool:
+    """Whether SGLang's walk through a schema ends soon: it goes every way through unions and
+    references, of which a client can make 2^n with n lines, while all other requests wait."""
+    left = _MOST_STEPS
+
+    def walk(node: Any, seen: frozenset[int], *, in_argument: bool = False) -> bool:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            return False
+        if not isinstance(node, dict) or id(node) in seen:
+            return True
+        seen |= {id(node)}
+        following = [_target(schema, node["$ref"])] if "$ref" in node else []
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            branches = node.get(keyword)
+            following += branches if isinstance(branches, list) else []
+        arguments = node.get("properties") if not in_argument else None
+        arguments = list(arguments.values()) if isinstance(arguments, dict) else []
+        return all(walk(each, seen, in_argument=in_argument) for each in following) and all(
+            walk(each, seen, in_argument=True) for each in arguments
+        )
+
+    try:
+        return walk(schema, frozenset())
+    except RecursionError:
+        return False
+
+
+def _target(schema: Any, reference: Any) -> Any:
+    """What a reference inside a schema means, as SGLang looks it up; None: nothing."""
+    if reference == "#":
+        return schema
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    try:
+        for part in reference[2:].split("/"):
+            part = part.replace("~1", "/").replace("~0", "~")
+            schema = schema[int(part)] if isinstance(schema, list) else schema[part]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+    return schema
 
 
 def _without_repeats(arguments: str) -> str:

@@ -358,6 +358,38 @@ def test_a_stream_of_white_space_stalls_nobody(begun: str, space: str) -> None:
     assert time.process_time() - began < 3
 
 
+def test_a_schema_with_many_ways_through_it_stalls_nobody() -> None:
+    """Each of these lines doubles the time of SGLang's search for a type: 40 lines, hours."""
+    lines = {
+        f"A{n}": {"anyOf": [{"$ref": f"#/$defs/A{n + 1}"}, {"$ref": f"#/$defs/A{n + 1}"}]}
+        for n in range(40)
+    }
+    schema = {
+        "properties": {"q": {"$ref": "#/$defs/A0"}, "n": {"$ref": "#/$defs/A40"}},
+        "$defs": {**lines, "A40": {"type": "string"}},
+    }
+    tools = [Tool(type="function", function=Function(name="search", parameters=schema))]
+    answer = call("search", arg("n", "8"))
+    began = time.process_time()
+    assert whole(Glm53ToolDetector(), answer, tools)[1] == [("search", {"n": 8})]  # as if untyped
+    assert time.process_time() - began < 3
+    tools[0].function.parameters = {**schema, "properties": {"n": {"$ref": "#/$defs/A39"}}}
+    assert whole(Glm53ToolDetector(), answer, tools)[1] == [("search", {"n": "8"})]
+
+
+def test_objects_in_objects_keep_the_types_of_arguments() -> None:
+    """What an argument holds is not looked through, so it may refer to itself as it likes."""
+    names = [f"B{n}" for n in range(12)]
+    fields = {name: {"$ref": f"#/$defs/{name}"} for name in names}
+    schema = {
+        "properties": {"n": {"type": "string"}, "tree": fields["B0"]},
+        "$defs": {name: {"type": "object", "properties": fields} for name in names},
+    }
+    tools = [Tool(type="function", function=Function(name="search", parameters=schema))]
+    answer = call("search", arg("n", "8"))
+    assert whole(Glm53ToolDetector(), answer, tools)[1] == [("search", {"n": "8"})]
+
+
 def test_a_stream_keeps_no_copy_of_what_it_gave() -> None:
     """A copy of all arguments so far with each token is quadratic: 20 s for a megabyte."""
     detector = Glm53ToolDetector()
