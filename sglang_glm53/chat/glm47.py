@@ -22,6 +22,7 @@ from sglang_glm53.chat.values import to_json
 
 _UNIONS = ("anyOf", "oneOf", "allOf", "$ref")
 _MOST_STEPS = 10_000  # of SGLang's walk through a schema, which it takes again for each argument
+_MOST_TOGETHER = 128  # arguments of which one may decide the type of another
 
 
 class RequestTools:
@@ -54,7 +55,11 @@ class RequestTools:
         """Types of SGLang's choice; a value that is a string in any case is left as it stands."""
         written = dict(pairs)
         try:
-            read = self._detector._parse_argument_pairs(pairs, name, self._with_types(name))
+            read = {}
+            # SGLang holds each argument against each other one: 2,000 of them take half a minute.
+            groups = [pairs] if len(pairs) <= _MOST_TOGETHER else [[pair] for pair in pairs]
+            for group in groups:
+                read |= self._detector._parse_argument_pairs(group, name, self._with_types(name))
         except Exception:  # a value that no parser of SGLang's takes, nested too deeply for one
             return written
         if self.waits(name):

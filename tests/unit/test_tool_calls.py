@@ -377,6 +377,15 @@ def test_a_schema_with_many_ways_through_it_stalls_nobody() -> None:
     assert whole(Glm53ToolDetector(), answer, tools)[1] == [("search", {"n": "8"})]
 
 
+def test_a_call_with_thousands_of_arguments_stalls_nobody() -> None:
+    kinds = [{"properties": {"s": {"type": kind}}} for kind in ("string", "integer")]
+    tools = [Tool(type="function", function=Function(name="search", parameters={"anyOf": kinds}))]
+    answer = call("search", *(arg(f"k{n}", "1") for n in range(1000)))
+    began = time.process_time()
+    assert len(whole(Glm53ToolDetector(), answer, tools)[1][0][1]) == 1000
+    assert time.process_time() - began < 3
+
+
 def test_objects_in_objects_keep_the_types_of_arguments() -> None:
     """What an argument holds is not looked through, so it may refer to itself as it likes."""
     names = [f"B{n}" for n in range(12)]
