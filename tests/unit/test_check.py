@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -271,14 +270,13 @@ def test_fields_of_another_type_leave_no_rule_unjudged() -> None:
     assert isinstance(found, dict) and "must be a list of names" in str(found["details"])
 
 
+@pytest.mark.timeout(60)
 def test_numbers_of_any_length_are_no_shape(tmp_path: Path) -> None:
-    numbers = ",".join(["9" * 4000] * 500)
+    numbers = ",".join(["9" * 4000] * 4000)  # to multiply them takes minutes
     header = f'{{"a": {{"dtype": "F32", "shape": [{numbers}], "data_offsets": [0, 0]}}}}'.encode()
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    began = time.process_time()
     with pytest.raises(ValueError, match="its header is not safetensors'"):
         list(read(tmp_path / "a.safetensors"))
-    assert time.process_time() - began < 3  # their product took 10 s
 
 
 def test_names_do_not_reach_the_terminal_as_they_are() -> None:

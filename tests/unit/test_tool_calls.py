@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from typing import Any
 
 import pytest
@@ -22,6 +21,9 @@ from sglang_glm53.chat.names import LONGEST_KEY, LONGEST_NAME
 from sglang_glm53.chat.think import ThinkReader
 
 EACH = 250
+# The parser runs in the process that serves every request. What follows is done in about a second;
+# where time is quadratic in the text it takes minutes.
+STALLS = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("batch", range(8))
@@ -318,22 +320,22 @@ def test_strict_is_strict() -> None:
     assert json.loads('{"a": NaN}')
 
 
+@STALLS
 @pytest.mark.parametrize(
     "answer",
     [
-        "<tool_call>" + "\n" * 100_000 + "!",  # a regex that went back for each: 25 s
-        "<tool_call>" * 60_000,  # a copy of the rest for each: 8 s
+        "<tool_call>" + "\n" * 400_000 + "!",  # a regex that went back for each: minutes
+        "<tool_call>" * 200_000,  # a copy of the rest for each: minutes
     ],
     ids=["space", "tags"],
 )
 def test_long_answers_stall_nobody(answer: str) -> None:
     """The parser runs in the process that serves every request."""
-    began = time.process_time()
     Glm53ToolDetector().detect_and_parse(answer, TOOLS)
     ThinkReader(thinks=True).feed(answer)
-    assert time.process_time() - began < 3
 
 
+@STALLS
 @pytest.mark.parametrize(
     "begun",
     [
@@ -351,13 +353,12 @@ def test_a_stream_of_white_space_stalls_nobody(begun: str, space: str) -> None:
     detector, thoughts = Glm53ToolDetector(), ThinkReader(thinks=True)
     detector.parse_streaming_increment(begun, TOOLS)
     thoughts.feed(begun)
-    began = time.process_time()
     for _ in range(50_000):
         detector.parse_streaming_increment(space, TOOLS)
         thoughts.feed(space)
-    assert time.process_time() - began < 3
 
 
+@STALLS
 def test_a_schema_with_many_ways_through_it_stalls_nobody() -> None:
     """Each of these lines doubles the time of SGLang's search for a type: 40 lines, hours."""
     lines = {
@@ -370,20 +371,17 @@ def test_a_schema_with_many_ways_through_it_stalls_nobody() -> None:
     }
     tools = [Tool(type="function", function=Function(name="search", parameters=schema))]
     answer = call("search", arg("n", "8"))
-    began = time.process_time()
     assert whole(Glm53ToolDetector(), answer, tools)[1] == [("search", {"n": 8})]  # as if untyped
-    assert time.process_time() - began < 3
     tools[0].function.parameters = {**schema, "properties": {"n": {"$ref": "#/$defs/A39"}}}
     assert whole(Glm53ToolDetector(), answer, tools)[1] == [("search", {"n": "8"})]
 
 
+@STALLS
 def test_a_call_with_thousands_of_arguments_stalls_nobody() -> None:
     kinds = [{"properties": {"s": {"type": kind}}} for kind in ("string", "integer")]
     tools = [Tool(type="function", function=Function(name="search", parameters={"anyOf": kinds}))]
-    answer = call("search", *(arg(f"k{n}", "1") for n in range(1000)))
-    began = time.process_time()
-    assert len(whole(Glm53ToolDetector(), answer, tools)[1][0][1]) == 1000
-    assert time.process_time() - began < 3
+    answer = call("search", *(arg(f"k{n}", "1") for n in range(8000)))
+    assert len(whole(Glm53ToolDetector(), answer, tools)[1][0][1]) == 8000
 
 
 def test_objects_in_objects_keep_the_types_of_arguments() -> None:
