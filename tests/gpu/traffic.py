@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import shutil
 import sys
 from collections import defaultdict
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .children import TESTS, Child, end_children_when_ended, run, side_environment
+from .children import Child, end_children_when_ended, run, side_environment
 from .compare import Check, as_json, report
 
 WITHIN = 0.03  # of the ledger's bytes
@@ -67,8 +68,6 @@ def kernels(lines: Iterable[str]) -> list[Kernels]:
 
 def run_step(job: dict[str, Any]) -> None:
     """Prefill, a few steps, and one step between the profiler's start and stop."""
-    import os
-
     import torch
 
     from sglang_glm53.bench.runner import Bench
@@ -124,9 +123,9 @@ def measure(model: Path, side: str, batch: int, out: Path, vocab: int) -> dict[s
     environment = {
         **side_environment(side),
         "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": "1",
-        "GPU_TRAFFIC": json.dumps([*command, "--step", str(job)]),
     }
-    ended = run(Child(name, "gpu.traffic", ["--ncu"], log, environment, timeout=300))
+    told_ncu = json.dumps([*command, "--step", str(job)])
+    ended = run(Child(name, "gpu.traffic", ["--ncu", told_ncu], log, environment, timeout=300))
     row: dict[str, Any] = {"side": side, "batch": batch, "context": CONTEXT + WARM_STEPS}
     try:
         found = kernels(table.read_text(errors="replace").splitlines())
@@ -164,15 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--step", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--ncu", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--ncu", help=argparse.SUPPRESS)  # its arguments, as JSON
     args = parser.parse_args(arguments)
     if args.step:
         run_step(json.loads(args.step.read_text()))
     if args.ncu:
-        import os
-
-        os.chdir(TESTS)
-        os.execvp("ncu", ["ncu", *json.loads(os.environ["GPU_TRAFFIC"])])
+        os.execvp("ncu", ["ncu", *json.loads(args.ncu)])
     if args.out is None:
         parser.error("OUT is missing")
     if shutil.which("ncu") is None:
@@ -187,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_slice(model, layers=args.layers, experts=args.experts)
     vocab = int(json.loads((model / "config.json").read_text())["vocab_size"])
     rows: list[dict[str, Any]] = []
+    checks: list[Check] = []
     for batch in args.batch:
         for side in args.sides:
             row = measure(model, side, batch, out, vocab)
@@ -197,8 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             written = {"rows": rows, "checks": as_json(checks)}
             (out / "traffic.json").write_text(json.dumps(written, indent=1) + "\n")
             print(checks[-1].name, checks[-1].detail, flush=True)
-    print(report("traffic", judge(rows)), flush=True)
-    return int(not all(check.passed for check in judge(rows)))
+    print(report("traffic", checks), flush=True)
+    return int(not all(check.passed for check in checks))
 
 
 if __name__ == "__main__":

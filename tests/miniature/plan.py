@@ -131,23 +131,11 @@ CPU = Preset(
 )
 
 
-EACH = {"promote": 0.97}
-
-SHORT = Preset(
-    stages=(
-        Stage(DENSE, 250, (128,), **EACH),
-        Stage(DENSE, 100, (128, 256), **EACH),
-        Stage(DENSE, 100, (128, 256, 512), **EACH),
-        Stage(DENSE, 100, (256, 512, 1024), **EACH),
-        Stage(DENSE, 100, (256, 1024, 2048), **EACH),
-        Stage(DENSE, 100, (512, 2048, 4096), **EACH),
-        Stage(DENSE, 120, (512, 2048, 4096, 8192), **EACH),
-        Stage(DENSE, 600, ALL, window=None, rates=(2e-3, 6e-4)),
-        Stage(INDEX, 250, ALL, tokens=32768, rates=(2e-3, 1e-3)),
-        Stage(SPARSE, 450, ALL, tokens=32768, rates=(6e-4, 5e-5), dense_share=0.2),
-        Stage(DRAFT, 350, (256, 512, 1024, 2048, 4096), tokens=32768, rates=(1e-3, 5e-5)),
+def _with_steps(preset: Preset, *steps: int) -> Preset:
+    stages = zip(preset.stages, steps, strict=True)
+    return dataclasses.replace(
+        preset, stages=tuple(dataclasses.replace(stage, steps=count) for stage, count in stages)
     )
-)
 
 
 def _scaled(preset: Preset, factor: float) -> Preset:
@@ -160,7 +148,7 @@ def _scaled(preset: Preset, factor: float) -> Preset:
 
 PRESETS = {
     "full": FULL,
-    "short": SHORT,
+    "short": _with_steps(FULL, 250, 100, 100, 100, 100, 100, 120, 600, 250, 450, 350),
     "fast": _scaled(FULL, 1.75),
     "slow": _scaled(FULL, 0.5),
     "cpu": CPU,

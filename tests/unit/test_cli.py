@@ -311,9 +311,7 @@ Started = tuple[subprocess.Popen[str], int, int]
 def starting(tmp_path: Path, model: Path) -> Started:
     """A demo whose server never gets ready: its process, and the pids of server and child."""
     program = (
-        "import signal, sys\n"
-        # Where the tests run in the background of a script, SIGINT is ignored from the start.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import sys\n"
         "from sglang_glm53 import cli\n"
         "from sglang_glm53.commands import server_process\n"
         f"server_process.sglang_command = lambda: [sys.executable, {str(FAKE)!r}, 'hangs']\n"
